@@ -203,9 +203,9 @@ int main(int argc, char** argv) {
       {"one all-reduce a parameter, afterwards", after_the_pass(world)},
       {"c10d::Reducer, plain MPI in a thread", with_reducer(group_of(plain))},
       {"c10d::Reducer, mezzo::MpiBackend", with_reducer(group_of(world))},
-      {"mezzo, averages", with_mezzo(world, {.bucket_bytes = kBucketBytes})},
+      {"mezzo, averages", with_mezzo(world, {.bucket_cap_bytes = kBucketBytes})},
       {"mezzo, in bfloat16",
-       with_mezzo(world, {.bucket_bytes = kBucketBytes, .compress_dtype = at::kBFloat16})}};
+       with_mezzo(world, {.bucket_cap_bytes = kBucketBytes, .compress_dtype = at::kBFloat16})}};
   plain_traffic = peers[2].second->traffic.get();
   Interleaved turns(/*by_thread_clock=*/false);
   for (const auto& [name, training] : peers) {

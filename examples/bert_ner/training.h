@@ -41,7 +41,7 @@ inline std::unique_ptr<torch::optim::Optimizer> make_optimizer(
   if (precision.has_8bit_moments) {
     return std::make_unique<mezzo::optim::AdamW8bit>(
         groups, adamw,
-        mezzo::optim::AdamW8bitOptions{.float_moments = embeddings, .seed = options.seed});
+        mezzo::optim::AdamW8bitOptions{.params_with_fp32_state = embeddings, .seed = options.seed});
   }
   return std::make_unique<mezzo::optim::AdamW>(
       groups, adamw,
@@ -111,11 +111,11 @@ class Trainer {
       const auto found = optimizer->state().find(parameter.unsafeGetTensorImpl());
       if (found == optimizer->state().end()) continue;
       if (auto* own = dynamic_cast<mezzo::optim::AdamWParamState*>(found->second.get())) {
-        add({own->exp_avg(), own->exp_avg_sq(), own->lower_half()});
+        add({own->exp_avg(), own->exp_avg_sq(), own->low_bits()});
       } else if (auto* own8 =
                      dynamic_cast<mezzo::optim::AdamW8bitParamState*>(found->second.get())) {
-        add({own8->exp_avg(), own8->exp_avg_sq(), own8->exp_avg_scales(),
-             own8->exp_avg_sq_scales()});
+        add({own8->exp_avg(), own8->exp_avg_sq(), own8->exp_avg_absmax(),
+             own8->exp_avg_sq_absmax()});
       }
     }
     return bytes / parameters;

@@ -139,7 +139,7 @@ Row row_of(const Setting& setting, const std::vector<Batch>& batches, const torc
     optimizer.zero_grad();
     const torch::Tensor loss = loss_in(setting, model, batch);
     scaler.scale(loss).backward();
-    row.skipped += scaler.step(optimizer).ran() ? 0 : 1;  // waits for the device
+    row.skipped += scaler.step(optimizer).applied() ? 0 : 1;  // waits for the device
     scaler.update();
     row.losses = torch::cat({row.losses, loss.detach().cpu().view({1})});
     const std::chrono::duration<double, std::milli> time = std::chrono::steady_clock::now() - begin;

@@ -37,7 +37,7 @@ bool train(const char* name, const torch::Tensor& teacher) {
     scaler.update();
   }
   const double last = evaluate(model, teacher);
-  const mezzo::EmaScope averaged(ema);  // until the scope ends
+  const mezzo::EmaGuard averaged(ema);  // until the scope ends
   const double average = evaluate(model, teacher);
   std::printf("%-18s error %.4f, of the average %.4f: %.2f of it, at most %.2f\n", name, last,
               average, average / last, kMostOfTheError);

@@ -12,7 +12,7 @@
 #include <mezzo/optim/lr_schedule.h>     // IWYU pragma: export
 #include <mezzo/optim/master_weights.h>  // IWYU pragma: export
 #include <mezzo/optim/muon.h>            // IWYU pragma: export
-#include <mezzo/optim/optimizer.h>       // IWYU pragma: export
+#include <mezzo/optim/optimizer_ref.h>   // IWYU pragma: export
 #include <mezzo/optim/sgd.h>             // IWYU pragma: export
 #include <mezzo/optim/step_plan.h>       // IWYU pragma: export
 #include <mezzo/optim/step_result.h>     // IWYU pragma: export

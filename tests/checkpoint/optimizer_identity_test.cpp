@@ -160,7 +160,7 @@ TEST(CheckpointIdentity, PlainWeightsGoOnInAnyStorage) {
     const auto file =
         CheckpointManager(temp_dir.path()).save(TrainingState().add("optimizer", saved), 1).file;
     mezzo::load_checkpoint(file, TrainingState().add("optimizer", loaded));
-    return loaded.weight_options().weight_storage;
+    return loaded.weight_storage_options().weight_storage;
   };
   for (const auto storage : {WeightStorage::fp32_master, WeightStorage::split_master,
                              WeightStorage::stochastic_rounding}) {

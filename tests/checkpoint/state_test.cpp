@@ -583,8 +583,8 @@ TEST(Checkpoint, AveragesAreNeitherSavedNorOverwrittenAsTrainingWeights) {
   for (const TrainingState* state : {&models, &optimizers, &tensors}) {
     CheckpointManager checkpoints(temp_dir.path());
     checkpoints.save(*state, 1);
-    const mezzo::EmaScope averaged(ema);
-    const auto is_named = HasSubstr("holds an average, for an EmaScope is alive");
+    const mezzo::EmaGuard averaged(ema);
+    const auto is_named = HasSubstr("holds an average, for an EmaGuard is alive");
     EXPECT_THAT(message_of([&] { checkpoints.save(*state, 2); }), is_named);
     EXPECT_THAT(message_of([&] { checkpoints.load_newest(*state); }), is_named);
     EXPECT_EQ(checkpoints.files().size(), 1U);

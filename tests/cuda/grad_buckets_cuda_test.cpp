@@ -99,10 +99,10 @@ TEST_F(GradBucketsCuda, HoldParametersOfTwoDevices) {
   GradBuckets buckets({on_host, on_gpu});
   EXPECT_EQ(buckets.buckets().size(), 2U);
   (on_host.sum() + on_gpu.sum().cpu() * 2).backward();
-  buckets.reattach_gradients();
+  buckets.copy_grads_to_buckets();
   for (const auto& bucket : buckets.buckets()) {
     const double each = bucket.device.is_cpu() ? 3 : 8;
-    EXPECT_EQ(bucket.flat.sum().item<double>(), each);
+    EXPECT_EQ(bucket.buffer.sum().item<double>(), each);
   }
   EXPECT_FALSE(mezzo::FiniteGradAccumulator({on_host, on_gpu}).add([&] {
     (on_host.sum() + on_gpu.sum().cpu() * kNan).backward();

@@ -99,12 +99,12 @@ TEST_F(GradScalerCuda, HandlesParametersOnTheCpuAndTheGpuTogether) {
       std::vector<torch::Tensor>{torch::ones({}, kGpu), torch::ones({2}, torch::kCPU)});
   EXPECT_TRUE(scaled[0].device().type() == kGpu);
   EXPECT_TRUE(torch::equal(scaled[1], torch::full({2}, 8.0F)));
-  EXPECT_TRUE(scaler.step(optimizer).ran());
+  EXPECT_TRUE(scaler.step(optimizer).applied());
   EXPECT_TRUE(torch::equal(cpu, gpu.cpu()));
   EXPECT_TRUE(torch::equal(cpu, torch::full({2}, -1.0F)));
   scaler.update();
   cpu.mutable_grad()[0] = kInfinity;
-  EXPECT_FALSE(scaler.step(optimizer).ran()) << "an inf on one device holds for all";
+  EXPECT_FALSE(scaler.step(optimizer).applied()) << "an inf on one device holds for all";
   scaler.update();
   EXPECT_EQ(scaler.get_scale(), 4.0);
 }

@@ -35,7 +35,7 @@ using cuda_test::KernelsCuda;
 using cuda_test::kGpu;
 using mezzo::GradScaler;
 using mezzo::GradScalerOptions;
-using mezzo::detail::StepEngine;
+using mezzo::detail::FusedOptimizerBase;
 using mezzo::optim::WeightStorage;
 using mezzo::optim::WeightStorageOptions;
 using torch::Tensor;
@@ -45,7 +45,8 @@ class OptimCuda : public cuda_test::OnGpu {};
 
 struct RuleCase {
   const char* name;
-  std::function<std::unique_ptr<StepEngine>(const Tensors&, const WeightStorageOptions&)> make;
+  std::function<std::unique_ptr<FusedOptimizerBase>(const Tensors&, const WeightStorageOptions&)>
+      make;
   bool is_in_aten = true;
 };
 
@@ -199,10 +200,10 @@ void expect_same(const Tensors& gpu, const Tensors& cpu, bool is_clipped) {
 /// An optimizer on the CPU and the same on the GPU, whose steps do not synchronize with the host.
 class Twins {
  public:
-  Twins(const ParameterPairs& parameters, std::unique_ptr<StepEngine> cpu,
-        std::unique_ptr<StepEngine> gpu)
+  Twins(const ParameterPairs& parameters, std::unique_ptr<FusedOptimizerBase> cpu,
+        std::unique_ptr<FusedOptimizerBase> gpu)
       : parameters_(parameters), cpu_(std::move(cpu)), gpu_(std::move(gpu)) {
-    for (StepEngine* const own : {cpu_.get(), gpu_.get()})
+    for (FusedOptimizerBase* const own : {cpu_.get(), gpu_.get()})
       own->set_lr_factors({1.0, 0.8, 0.5, 1.2});
     for (GradScaler* const own : {&cpu_scaler_, &gpu_scaler_}) own->on_skip(nullptr);
   }
@@ -231,9 +232,9 @@ class Twins {
       EXPECT_EQ(left == 0, i == 2);
     }
     for (std::size_t i = 0; i < of_cpu.size(); ++i) {
-      EXPECT_EQ(of_gpu[i].ran(), of_cpu[i].ran()) << i;
+      EXPECT_EQ(of_gpu[i].applied(), of_cpu[i].applied()) << i;
       EXPECT_EQ(of_gpu[i].scale(), of_cpu[i].scale()) << i;
-      if (!of_cpu[i].ran()) continue;
+      if (!of_cpu[i].applied()) continue;
       const double norm = of_cpu[i].grad_norm().value();
       EXPECT_NEAR(of_gpu[i].grad_norm().value(), norm, 1e-6 * norm) << i;
     }
@@ -263,7 +264,7 @@ class Twins {
       .init_scale = 16, .growth_interval = 3, .allow_fp16_gradients = true};
 
   const ParameterPairs& parameters_;
-  std::unique_ptr<StepEngine> cpu_, gpu_;
+  std::unique_ptr<FusedOptimizerBase> cpu_, gpu_;
   GradScaler cpu_scaler_{kScale}, gpu_scaler_{kScale};
 };
 
@@ -451,7 +452,7 @@ TEST_F(OptimCuda, RunsInsideACudaGraph) {
     gpu.input.fill_(value);
     const mezzo::StepResult expected = cpu.iterate();
     graph.replay();
-    EXPECT_EQ(captured.ran(), expected.ran()) << value;
+    EXPECT_EQ(captured.applied(), expected.applied()) << value;
     EXPECT_EQ(captured.scale(), expected.scale()) << value;
     EXPECT_EQ(gpu.scale(), cpu.scale()) << value;
     EXPECT_EQ(gpu.applied_steps(), cpu.applied_steps()) << value;

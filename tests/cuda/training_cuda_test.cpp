@@ -108,7 +108,7 @@ TEST_F(TrainingCuda, ResultsInFlightKeepTheirSteps) {
   std::vector<double> expected_skips;
   for (int i = 0; i < kSteps; ++i) {
     const auto& result = results[static_cast<std::size_t>(i)];
-    EXPECT_EQ(result.ran(), !is_bad(i)) << i;
+    EXPECT_EQ(result.applied(), !is_bad(i)) << i;
     EXPECT_EQ(result.scale(), scale) << i;
     if (is_bad(i)) {
       expected_skips.push_back(scale);
@@ -182,7 +182,7 @@ TEST_F(TrainingCuda, EmaFollowsAppliedSteps) {
           EXPECT_TRUE(
               torch::allclose(gpu.ema.averages()[i].cpu(), cpu.ema.averages()[i], 1e-5, 1e-6));
         }
-        const mezzo::EmaScope scope(gpu.ema);
+        const mezzo::EmaGuard scope(gpu.ema);
         EXPECT_TRUE(torch::equal(gpu.training.parameters()[0], gpu.ema.averages()[0]));
       });
 }
@@ -240,7 +240,7 @@ TEST_F(TrainingCuda, GradBucketsTrainWholeSteps) {
                        const auto device = twin.buckets.parameters()[0].device();
                        const Tensor input = torch::linspace(-1, value, 28).view({4, 7}).to(device);
                        twin.scaler.scale(twin.model->forward(input).square().mean()).backward();
-                       twin.buckets.reattach_gradients();
+                       twin.buckets.copy_grads_to_buckets();
                        twin.scaler.step(twin.optimizer, {.max_norm = 1.0, .zero_grad = true});
                        twin.scaler.update();
                      },
@@ -286,7 +286,7 @@ TEST_F(TrainingCuda, OverflowReportNamesParameter) {
   model->weight.mutable_grad() = torch::ones({4, 3}, kGpu);
   model->bias.mutable_grad() = torch::ones({4}, kGpu);
   model->weight.mutable_grad()[2][1] = kNan;
-  EXPECT_FALSE(scaler.step(optimizer).ran());
+  EXPECT_FALSE(scaler.step(optimizer).applied());
   const auto overflow = mezzo::find_overflow(mezzo::name_parameters(*model), 16);
   ASSERT_EQ(overflow.parameters.size(), 1U);
   EXPECT_EQ(overflow.parameters[0].name, "weight");

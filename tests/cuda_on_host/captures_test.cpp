@@ -68,7 +68,7 @@ TEST_P(Captures, NeedAStreamOfTheirOwn) {
   const mezzo::StepResult result = training.iterate();
   graph.capture_end();
   graph.replay();
-  EXPECT_TRUE(result.ran());
+  EXPECT_TRUE(result.applied());
 }
 
 // In the default capture mode, an event query invalidates a capture of another thread.
@@ -81,7 +81,7 @@ TEST_P(Captures, ResultsAreAskedWhileAnotherThreadCaptures) {
     const at::Tensor sum = training.input + 1;
     std::thread([&] {
       (void)asked.ready();
-      EXPECT_TRUE(awaited.ran());
+      EXPECT_TRUE(awaited.applied());
     }).join();
   });
   graph.replay();
@@ -286,18 +286,18 @@ TEST_P(Captures, TheOutcomeOfACapturedStepIsARepeatedQuestion) {
     result = gpu.iterate();
     EXPECT_FALSE(result->ready());
     (void)eager.ready();  // asks for no event now
-    EXPECT_THAT(message_of([&] { (void)result->ran(); }),
+    EXPECT_THAT(message_of([&] { (void)result->applied(); }),
                 HasSubstr("while a CUDA graph is being captured"));
   });
-  EXPECT_THAT(message_of([&] { (void)result->ran(); }), HasSubstr("has not been replayed"));
+  EXPECT_THAT(message_of([&] { (void)result->applied(); }), HasSubstr("has not been replayed"));
   for (const float value : {1.0F, kInfinity, 2.0F}) {
     gpu.input.fill_(value);
     graph.replay();
-    EXPECT_EQ(result->ran(), value != kInfinity);
-    EXPECT_EQ(result->ran(), value != kInfinity) << "asked twice";
+    EXPECT_EQ(result->applied(), value != kInfinity);
+    EXPECT_EQ(result->applied(), value != kInfinity) << "asked twice";
     EXPECT_FALSE(result->ready()) << "the host hears nothing of replays";
   }
-  EXPECT_TRUE(eager.ran());
+  EXPECT_TRUE(eager.applied());
 }
 
 TEST_P(Captures, CountsThatTheHostKeptGoOnOnTheDevice) {
@@ -364,15 +364,15 @@ TEST_P(Captures, AResultWaitsForItsLetterAndNotForTheDevice) {
   Training gpu(emulated_gpu::device());
   const c10::Stream other = emulated_gpu::new_stream();
   const emulated_gpu::Held held(other);
-  EXPECT_TRUE(gpu.iterate().ran());
+  EXPECT_TRUE(gpu.iterate().applied());
   gpu.input.fill_(kInfinity);
-  EXPECT_FALSE(gpu.iterate().ran());
+  EXPECT_FALSE(gpu.iterate().applied());
 }
 
 TEST_P(Captures, TheAddressOfALetterIsAskedForOnce) {
   Training gpu(emulated_gpu::device());
   const int before = cuda_emulation::address_lookups;
-  for (int i = 0; i < 20; ++i) EXPECT_TRUE(gpu.iterate().ran());
+  for (int i = 0; i < 20; ++i) EXPECT_TRUE(gpu.iterate().applied());
   EXPECT_LE(cuda_emulation::address_lookups - before, 3) << "no more than there are letters";
 }
 
@@ -476,9 +476,9 @@ TEST_P(Captures, ParametersAreOnTwoDevices) {
     scaler.update();
     return result;
   };
-  EXPECT_TRUE(iterate().ran());
+  EXPECT_TRUE(iterate().applied());
   parameters.back().mutable_grad().fill_(kInfinity);
-  EXPECT_FALSE(iterate().ran()) << "an inf on one device holds for all";
+  EXPECT_FALSE(iterate().applied()) << "an inf on one device holds for all";
   EXPECT_LT(parameters.front()[0].item<float>(), 1.0F);
   EXPECT_TRUE(at::equal(parameters.front().cpu(), parameters.back().cpu()));
   const at::Tensor before = parameters.front().cpu();
@@ -491,7 +491,7 @@ TEST_P(Captures, ParametersAreOnTwoDevices) {
   EXPECT_EQ(after.ops - so_far.ops, 14);  // the loss's product, and numbers between the devices
   EXPECT_EQ(after.copies_to_host - so_far.copies_to_host, 0);
   EXPECT_EQ(after.waits - so_far.waits, 0);
-  EXPECT_FALSE(result.ran()) << "an inf on each";
+  EXPECT_FALSE(result.applied()) << "an inf on each";
   EXPECT_TRUE(at::equal(parameters.front().cpu(), before));
 }
 

@@ -170,7 +170,7 @@ TEST_F(GradientsOnHost, InGradBucketsAreReadInOneLaunch) {
     one.mutable_grad() = at::randn({4, 16});
     apart.push_back(one.grad().clone());
   }
-  buckets.reattach_gradients();
+  buckets.copy_grads_to_buckets();
   for (const at::Tensor& one : parameters) gradients.push_back(one.grad());
   const cuda_emulation::On on;
   const auto expect_launches = [](const std::vector<at::Tensor>& of, int64_t launches) {

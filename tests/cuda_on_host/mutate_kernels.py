@@ -86,8 +86,8 @@ HOST_CHANGES = [
      "event_.synchronize();", ""),
     ("a line before the next scale has come", "scaling/detail/skip_reporter.h",
      "if (skipped_scale && !next_scale) return;", "if (!next_scale) next_scale = skipped_scale;"),
-    ("a gradient of two parameters is cleared on the way", "optim/detail/step_engine_impl.h",
-     "step_args.zero_grad = step_args.zero_grad && !share_gradients(rows);", ""),
+    ("a gradient of two parameters is cleared on the way", "optim/detail/fused_optimizer_base_inl.h",
+     "step_args.zero_grad = step_args.zero_grad && !gradients_overlap(params);", ""),
     ("a count begins anew on a device", "optim/detail/applied_steps.h", "values.push_back(static_cast<float>(count.value()));",
      "values.push_back(0.0F);"),
 ]

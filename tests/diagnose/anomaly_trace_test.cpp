@@ -395,7 +395,7 @@ TEST(AnomalyWatch, TwoWakeInTheSameStep) {
            EXPECT_FALSE(trace.anomalies().empty());
          }}));
   }
-  const mezzo::StepResult skipped(mezzo::StepOutcome{.found_inf = true});
+  const mezzo::StepResult skipped(mezzo::StepResult::Values{.found_inf = true});
   telemetry.record(skipped, torch::ones({}));
   model->forward(torch::ones({3, 4})).mul(0).log().sum().backward();
   telemetry.record(skipped, torch::ones({}));

@@ -86,7 +86,7 @@ TEST(DivergenceWatch, StopsTheRunWithTheDiagnosis) {
   const Patient patient;
   mezzo::Telemetry telemetry;
   telemetry.write_to(DivergenceWatch(patient, {.policy = DivergencePolicy::stop, .rank = 3}));
-  const mezzo::StepResult skipped(mezzo::StepOutcome{.found_inf = true});
+  const mezzo::StepResult skipped(mezzo::StepResult::Values{.found_inf = true});
   telemetry.record(skipped, torch::tensor(1.0));
   EXPECT_THAT([&] { telemetry.record(skipped, torch::tensor(kInfiniteLoss)); },
               ThrowsMessage<c10::Error>(
@@ -127,7 +127,7 @@ TEST(DivergenceWatch, StopWaitsForAnAnomalyWatch) {
     if (watch_is_first) telemetry.write_to(anomalies);
     telemetry.write_to(divergence);
     if (!watch_is_first) telemetry.write_to(anomalies);
-    const mezzo::StepResult skipped(mezzo::StepOutcome{.found_inf = true});
+    const mezzo::StepResult skipped(mezzo::StepResult::Values{.found_inf = true});
     for (int step = 1; step <= 3; ++step) telemetry.record(skipped, torch::tensor(kInfiniteLoss));
     torch::ones({1}, torch::requires_grad()).log().backward();
     EXPECT_THAT([&] { telemetry.record(skipped, torch::tensor(kInfiniteLoss)); },
@@ -141,8 +141,8 @@ TEST(DivergenceWatch, StopDoesNotWaitWhereNoStepWillBeTraced) {
   mezzo::Telemetry telemetry;
   telemetry.write_to(mezzo::AnomalyWatch(patient, {.stream = nullptr}));
   telemetry.write_to(DivergenceWatch(patient, {.policy = DivergencePolicy::stop}));
-  const mezzo::StepResult skipped(mezzo::StepOutcome{.found_inf = true});
-  const mezzo::StepResult applied(mezzo::StepOutcome{.ran = true});
+  const mezzo::StepResult skipped(mezzo::StepResult::Values{.found_inf = true});
+  const mezzo::StepResult applied(mezzo::StepResult::Values{.applied = true});
   telemetry.record(skipped, torch::tensor(kInfiniteLoss));
   EXPECT_THAT([&] { telemetry.record(applied, torch::tensor(1.0)); },
               ThrowsMessage<c10::Error>(HasSubstr("Training diverges (step 1;")));

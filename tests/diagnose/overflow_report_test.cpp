@@ -43,7 +43,7 @@ void skip_a_step(mezzo::GradScaler& scaler, torch::nn::Sequential& model,
                  const mezzo::StepOptions& options = {}) {
   static_cast<void>(scaler.scale(torch::ones({})));
   mezzo::optim::SGD optimizer(model->parameters(), 0.1);
-  ASSERT_FALSE(scaler.step(optimizer, options).ran());
+  ASSERT_FALSE(scaler.step(optimizer, options).applied());
   scaler.update();
 }
 
@@ -71,7 +71,7 @@ TEST(OverflowReport, SaysNothingAndReadsNothingUntilAStepIsSkipped) {
       OverflowReport(*model, {.stream = nullptr, .callback = [&](const Overflow&) { ++heard; }}));
   mezzo::optim::SGD optimizer(model->parameters(), 0.1);
   static_cast<void>(scaler.scale(torch::ones({})));
-  EXPECT_TRUE(scaler.step(optimizer).ran());
+  EXPECT_TRUE(scaler.step(optimizer).applied());
   scaler.update();
   EXPECT_EQ(heard, 0);
   gradient_of(model, "2.bias")[0] = kInf;

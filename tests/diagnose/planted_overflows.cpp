@@ -26,7 +26,7 @@ std::string report_of(nn::Module& model, Optimizer& optimizer, const Loss& loss,
   mezzo::GradScaler scaler;
   scaler.on_skip(mezzo::OverflowReport(model, options));
   scaler.scale(loss()).backward();
-  const bool ran = scaler.step(optimizer, mezzo::StepOptions{}).ran();
+  const bool ran = scaler.step(optimizer, mezzo::StepOptions{}).applied();
   scaler.update();
   return ran ? kNothing : out.str();
 }

@@ -33,7 +33,6 @@
 
 namespace {
 
-using mezzo::StepOutcome;
 using mezzo::StepResult;
 using mezzo::Telemetry;
 using mezzo::TelemetryRecord;
@@ -41,15 +40,15 @@ using testing::HasSubstr;
 using testing::ThrowsMessage;
 
 /// A step that a device has not decided yet.
-struct LateStep final : mezzo::StepSlot {
+struct LateStep final : mezzo::StepFuture {
   bool ready() const noexcept override { return there; }
-  const StepOutcome& outcome() override {
+  const StepResult::Values& values() override {
     if (!there) ++waits;
     return known;
   }
   bool there = false;
   int waits = 0;
-  StepOutcome known{.ran = true, .scale = 8, .grad_norm = 2.0};
+  StepResult::Values known{.applied = true, .scale = 8, .grad_norm = 2.0};
 };
 
 auto into(std::vector<TelemetryRecord>& records) {
@@ -62,11 +61,11 @@ TEST(Telemetry, KeepsStepsUntilTheyAreReadyAndHandsThemOverInOrder) {
   telemetry.write_to(into(records));
   const auto late = std::make_shared<LateStep>();
   telemetry.record(StepResult(late), torch::tensor(1.5));
-  telemetry.record(StepResult(StepOutcome{.ran = true}), torch::tensor(1.25));
+  telemetry.record(StepResult(StepResult::Values{.applied = true}), torch::tensor(1.25));
   EXPECT_TRUE(records.empty()) << "the second step waits for the first";
   EXPECT_EQ(late->waits, 0);
   late->there = true;
-  telemetry.record(StepResult(StepOutcome{.found_inf = true}), at::Tensor());
+  telemetry.record(StepResult(StepResult::Values{.found_inf = true}), at::Tensor());
   ASSERT_EQ(records.size(), 3);
   EXPECT_EQ(late->waits, 0) << "nobody waited";
   EXPECT_EQ(records[0].step, 1);
@@ -100,7 +99,7 @@ TEST(Telemetry, Of1024KeptStepsTheEarliestIsWaitedFor) {
   telemetry.write_to(into(records));
   const auto late = std::make_shared<LateStep>();
   telemetry.record(StepResult(late), torch::tensor(1.0));
-  const StepResult ran(StepOutcome{.ran = true});
+  const StepResult ran(StepResult::Values{.applied = true});
   for (int step = 2; step <= 1024; ++step) telemetry.record(ran, torch::tensor(2.0));
   EXPECT_TRUE(records.empty());
   EXPECT_EQ(late->waits, 0);
@@ -140,7 +139,7 @@ TEST(Telemetry, RecordsWhatARunOfTheScalerDid) {
 
 TEST(Telemetry, SaysWhatIsNoLossAndKeepsRecordsThatAWriterRefused) {
   Telemetry telemetry;
-  const StepResult ran(StepOutcome{.ran = true});
+  const StepResult ran(StepResult::Values{.applied = true});
   EXPECT_THAT([&] { telemetry.record(ran, torch::ones({2})); },
               ThrowsMessage<c10::Error>(HasSubstr("loss has 2 elements")));
   EXPECT_THAT([] { mezzo::CsvFile("/no/such/folder/run.csv"); },
@@ -153,9 +152,9 @@ TEST(Telemetry, SaysWhatIsNoLossAndKeepsRecordsThatAWriterRefused) {
 }
 
 /// A step whose device was lost.
-struct LostStep final : mezzo::StepSlot {
+struct LostStep final : mezzo::StepFuture {
   bool ready() const noexcept override { return true; }
-  const StepOutcome& outcome() override { throw std::runtime_error("device lost"); }
+  const StepResult::Values& values() override { throw std::runtime_error("device lost"); }
 };
 
 TEST(Telemetry, GoesOnAfterAResultThatThrows) {
@@ -164,7 +163,7 @@ TEST(Telemetry, GoesOnAfterAResultThatThrows) {
   telemetry.write_to(into(records));
   EXPECT_THAT([&] { telemetry.record(StepResult(std::make_shared<LostStep>()), at::Tensor()); },
               ThrowsMessage<std::runtime_error>("device lost"));
-  telemetry.record(StepResult(StepOutcome{.ran = true}), at::Tensor());
+  telemetry.record(StepResult(StepResult::Values{.applied = true}), at::Tensor());
   ASSERT_EQ(records.size(), 1);
   EXPECT_EQ(records[0].step, 2);
 }
@@ -175,7 +174,9 @@ TEST(Telemetry, HandsARecordToAllWritersThoughOneThrows) {
   telemetry.write_to([](const TelemetryRecord&) { throw std::runtime_error("disk full"); });
   telemetry.write_to(into(records));
   telemetry.write_to([](const TelemetryRecord&) { throw std::runtime_error("not the first"); });
-  const auto record = [&] { telemetry.record(StepResult(StepOutcome{.ran = true}), at::Tensor()); };
+  const auto record = [&] {
+    telemetry.record(StepResult(StepResult::Values{.applied = true}), at::Tensor());
+  };
   EXPECT_THAT(record, ThrowsMessage<std::runtime_error>("disk full"));
   EXPECT_THAT(record, ThrowsMessage<std::runtime_error>("disk full"));
   ASSERT_EQ(records.size(), 2);
@@ -190,7 +191,7 @@ TEST(Telemetry, WriterMayAddAWriter) {
     EXPECT_EQ(name.size(), 100U);
   });
   for (int step = 1; step <= 2; ++step) {
-    telemetry.record(StepResult(StepOutcome{.ran = true}), at::Tensor());
+    telemetry.record(StepResult(StepResult::Values{.applied = true}), at::Tensor());
   }
   EXPECT_EQ(records.size(), 50U) << "from the second record on";
 }
@@ -209,7 +210,8 @@ TEST(Telemetry, KeepsLossesOfDouble) {
   std::vector<TelemetryRecord> records;
   Telemetry telemetry;
   telemetry.write_to(into(records));
-  telemetry.record(StepResult(StepOutcome{.ran = true}), torch::tensor(1e39, torch::kDouble));
+  telemetry.record(StepResult(StepResult::Values{.applied = true}),
+                   torch::tensor(1e39, torch::kDouble));
   EXPECT_EQ(records.at(0).loss, 1e39);
 }
 
@@ -338,7 +340,7 @@ TEST(Telemetry, DoesNotCountWhatTheHostDidAfterRestartClock) {
   std::vector<TelemetryRecord> records;
   mezzo::Telemetry telemetry;
   telemetry.write_to([&](const TelemetryRecord& record) { records.push_back(record); });
-  const StepResult ran(StepOutcome{.ran = true, .scale = 1});
+  const StepResult ran(StepResult::Values{.applied = true, .scale = 1});
   telemetry.restart_clock();
   telemetry.record(ran, torch::tensor(1.0), {.tokens = 10});
   std::this_thread::sleep_for(std::chrono::milliseconds(300));

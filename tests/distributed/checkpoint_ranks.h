@@ -107,7 +107,7 @@ inline mezzo::CheckpointManagerOptions warning_into(std::vector<std::string>& wa
 }
 
 using ShardedAdamW = mezzo::ShardedOptimizer<AdamW>;
-inline constexpr mezzo::GradAllReduceOptions kSmallShards{.bucket_bytes = 512};
+inline constexpr mezzo::GradAllReduceOptions kSmallShards{.bucket_cap_bytes = 512};
 
 /// Every rank computes the same, so that any number of ranks takes the steps of one alone.
 template <class Optimizer>

@@ -121,7 +121,7 @@ TORCH_MODULE(TwoLayers);
 TEST(DataParallel, ReducesBucketsBeforeTheBackwardPassHasMadeTheOthers) {
   std::vector<std::string> log;
   TwoLayers model;
-  DataParallel ddp(model, recording_ranks(alike_ranks(2), log), {.bucket_bytes = 64 * 64 * 4});
+  DataParallel ddp(model, recording_ranks(alike_ranks(2), log), {.bucket_cap_bytes = 64 * 64 * 4});
   model->first->weight.register_hook([&](const at::Tensor&) { log.push_back("first layer"); });
   model->second->weight.register_hook([&](const at::Tensor&) { log.push_back("second layer"); });
   const at::Tensor loss = ddp(torch::randn({8, 64})).square().sum();
@@ -217,8 +217,8 @@ TEST(DataParallel, RefusesWhatItCannotTrain) {
   EXPECT_THAT(message_of([] { DataParallel(torch::nn::ReLU(), alike_ranks(2)); }),
               HasSubstr("no parameter of the model requires grad"));
   torch::nn::Linear model(2, 1);
-  EXPECT_THAT(message_of([&] { DataParallel(model, alike_ranks(2), {.bucket_bytes = 0}); }),
-              HasSubstr("bucket_bytes is 0"));
+  EXPECT_THAT(message_of([&] { DataParallel(model, alike_ranks(2), {.bucket_cap_bytes = 0}); }),
+              HasSubstr("bucket_cap_bytes is 0"));
 }
 
 TEST(DataParallel, TrainsTorchScriptAsTheSameModelInCpp) {

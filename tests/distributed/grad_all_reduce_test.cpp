@@ -78,7 +78,7 @@ TEST_F(PassesOfBackward, EndWithEveryGradientInItsPlace) {
     model->forward(torch::full({2, 40}, 0.1)).square().sum().backward();
     const auto& bucket = all_reduce.buckets().buckets()[0];
     for (const Tensor& parameter : model->parameters()) {
-      EXPECT_TRUE(parameter.grad().storage().is_alias_of(bucket.flat.storage()));
+      EXPECT_TRUE(parameter.grad().storage().is_alias_of(bucket.buffer.storage()));
     }
   }
 }
@@ -108,7 +108,7 @@ TEST_F(PassesOfBackward, ReduceBucketsInTheirOrderHoweverTheyFill) {
                                                sent.push_back(flat.sum().item<double>());
                                              }
                                            }),
-                           {.bucket_bytes = 64});
+                           {.bucket_cap_bytes = 64});
   ((a * 2) + (b * 3)).sum().backward();
   EXPECT_THAT(sent, ElementsAre(48, 32, 0, 0)) << "the last parameter first";
   EXPECT_FALSE(unused.grad().defined());
@@ -175,7 +175,7 @@ TEST_F(PassesOfBackward, ReduceOnceALayerThatCheckpointedCallsShare) {
   for (const char* const name : {"weight", "bias"}) {
     model->named_parameters()[name].set_data(like->named_parameters()[name].detach().clone());
   }
-  const GradAllReduce all_reduce(model->parameters(), ranks(), {.bucket_bytes = 1});
+  const GradAllReduce all_reduce(model->parameters(), ranks(), {.bucket_cap_bytes = 1});
   log.clear();
   Tensor x = torch::ones({2, 3}).requires_grad_();
   Tensor y = torch::ones({2, 3});
@@ -218,7 +218,7 @@ TEST_F(PassesOfBackward, CountOnceAParameterThatSeveralPassesInsideReach) {
     expect_gradient(shared, 2);
     expect_gradient(other, 1);
   }
-  const GradAllReduce alone({shared, other}, ranks(), {.bucket_bytes = 1});
+  const GradAllReduce alone({shared, other}, ranks(), {.bucket_cap_bytes = 1});
   EXPECT_THAT(message_of(run),
               AllOf(HasSubstr("came once more"), HasSubstr("mezzo::activation_checkpoint")));
 }

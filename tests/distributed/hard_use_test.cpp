@@ -78,7 +78,7 @@ void expect_same_as_alone(const HardTrain& train) {
   for (const int ranks : {1, 2, 4}) {
     HardNet net;
     auto ddp = std::make_unique<HardDdp>(net, alike_ranks(ranks),
-                                         mezzo::DataParallelOptions{.bucket_bytes = 128});
+                                         mezzo::DataParallelOptions{.bucket_cap_bytes = 128});
     train(net, ddp, ranks);
     std::vector<at::Tensor> got;
     for (const at::Tensor& parameter : net->parameters()) got.push_back(parameter.detach().clone());
@@ -98,8 +98,8 @@ TEST(HardUse, ANewDataParallelMayTakeTheOldOnesPlaceUnderTheOptimizer) {
       if (i % 2 == 0) net->zero_grad();
       net->loss(i).backward();
       if (i == 1) {
-        ddp.reset(
-            new HardDdp(net, alike_ranks(ranks), mezzo::DataParallelOptions{.bucket_bytes = 128}));
+        ddp.reset(new HardDdp(net, alike_ranks(ranks),
+                              mezzo::DataParallelOptions{.bucket_cap_bytes = 128}));
       }
       GradScaler scaler({.enabled = false});
       scaler.step(optimizer, {.max_norm = 0.5, .zero_grad = false});

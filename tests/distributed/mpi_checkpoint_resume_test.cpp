@@ -49,7 +49,7 @@ torch::nn::Sequential make_net(bool has_buffers) {
 struct Averaging {
   explicit Averaging(Ranks world)
       : net(make_net(true)),
-        ddp(net, std::move(world), {.bucket_bytes = 512}),
+        ddp(net, std::move(world), {.bucket_cap_bytes = 512}),
         optimizer(net->parameters(), AdamWOptions(1e-2)) {}
   at::Tensor forward(const at::Tensor& x) { return ddp(x); }
 

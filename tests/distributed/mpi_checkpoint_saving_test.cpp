@@ -161,13 +161,13 @@ TEST(DistributedCheckpoints, AveragesInTheWeightsOfOneRankAreToldToAll) {
   DistributedCheckpointManager checkpoints(folder.path(), world);
   checkpoints.save(mixed.run.state, 1);
   {
-    std::optional<mezzo::EmaScope> averages;
+    std::optional<mezzo::EmaGuard> averages;
     if (world->getRank() == world->getSize() - 1) averages.emplace(ema);
     const std::string who = "rank " + std::to_string(world->getSize() - 1) + " of";
     EXPECT_THAT(common_error_of(world, [&] { checkpoints.save(mixed.run.state, 2); }),
-                AllOf(HasSubstr(who), HasSubstr("an EmaScope is alive")));
+                AllOf(HasSubstr(who), HasSubstr("an EmaGuard is alive")));
     EXPECT_THAT(common_error_of(world, [&] { checkpoints.load_newest(mixed.run.state); }),
-                AllOf(HasSubstr(who), HasSubstr("an EmaScope is alive")));
+                AllOf(HasSubstr(who), HasSubstr("an EmaGuard is alive")));
   }
   checkpoints.save(mixed.run.state, 2);
 }

@@ -222,7 +222,7 @@ TEST(ShardedFiles, AScheduleGoesOnFromTheBaseRates) {
   ShardedOptimizer<AdamW> optimizer(model->parameters(), ranks, AdamWOptions(0.5), kSmallBuckets);
   optimizer.set_lr_factors({1., 0.5, 0.25});
   train(model, optimizer, 0, 2);
-  optimizer.show_lrs(2);
+  optimizer.set_optimizer_lrs(2);
   {
     const std::string file = from_rank_0(save_to_string(optimizer));
     ShardedOptimizer<AdamW> loaded(model->parameters(), ranks, AdamWOptions(0.1), kSmallBuckets);
@@ -271,7 +271,7 @@ TEST(ShardedFiles, ASaveThatOneRankCannotDoThrowsOnAllAndChangesNothing) {
   const std::string file = save_to_string(optimizer);
   {
     const mezzo::Ema ema(model->parameters());
-    std::optional<mezzo::EmaScope> averages;
+    std::optional<mezzo::EmaGuard> averages;
     if (ranks->getRank() == ranks->getSize() - 1) averages.emplace(ema);
     EXPECT_THAT(message_of([&] { save_to_string(optimizer); }),
                 testing::AllOf(HasSubstr("ShardedOptimizer::save: rank " +

@@ -80,8 +80,8 @@ struct SideBySide {
   }
   /// Both take the step, if it `runs`, and have the same weights.
   void step(const std::string& what, const mezzo::StepOptions& options, bool runs = true) {
-    EXPECT_EQ(scaler.step(sharded, options).ran(), runs) << what;
-    EXPECT_EQ(scaler_alone.step(whole, options).ran(), runs) << what;
+    EXPECT_EQ(scaler.step(sharded, options).applied(), runs) << what;
+    EXPECT_EQ(scaler_alone.step(whole, options).applied(), runs) << what;
     scaler.update();
     scaler_alone.update();
     ranks_beside_one::expect_equal(model, alone, what);
@@ -254,7 +254,7 @@ TEST(ShardedOptimizer, ARankThatOwnsNothingGoesAlong) {
   mezzo::GradScaler scaler({.init_scale = 8.});
   for (int i = 0; i < 3; ++i) {
     scaler.scale(weight.sum()).backward();
-    EXPECT_TRUE(scaler.step(optimizer, {.max_norm = 10., .zero_grad = true}).ran());
+    EXPECT_TRUE(scaler.step(optimizer, {.max_norm = 10., .zero_grad = true}).applied());
     EXPECT_EQ(weight.grad().abs().max().item<double>(), 0.);
     scaler.update();
   }

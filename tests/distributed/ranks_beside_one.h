@@ -28,7 +28,7 @@ namespace ranks_beside_one {
 using distributed_test::Ranks;
 
 /// So that the model below takes several.
-inline constexpr mezzo::GradAllReduceOptions kSmallBuckets{.bucket_bytes = 1024};
+inline constexpr mezzo::GradAllReduceOptions kSmallBuckets{.bucket_cap_bytes = 1024};
 
 /// Sizes that no number of ranks divides, a weight in another memory format, two branches, a
 /// parameter that only some ranks use, one that nobody does, a frozen one, one without elements.
@@ -147,7 +147,7 @@ void train(Outcome& outcome, const Course& of, torch::optim::Optimizer& optimize
     const auto result = of.step(scaler, optimizer);
     scaler.update();
     outcome.norms.push_back(result.grad_norm().value_or(-1));
-    outcome.decisions.push_back(result.ran() ? 1. : 0.);
+    outcome.decisions.push_back(result.applied() ? 1. : 0.);
     for (const auto& [key, value] : scaler.state_dict()) outcome.decisions.push_back(value);
   }
 }
@@ -184,7 +184,8 @@ inline Outcome train_alone(const Course& of, int64_t ranks) {
 /// The ranks of `group` under a DataParallel; all end with the same bits.
 inline Outcome train_together(const Course& of, const Ranks& group) {
   Outcome outcome{Model()};
-  mezzo::DataParallel ddp(outcome.model, group, {.bucket_bytes = kSmallBuckets.bucket_bytes});
+  mezzo::DataParallel ddp(outcome.model, group,
+                          {.bucket_cap_bytes = kSmallBuckets.bucket_cap_bytes});
   const auto optimizer = of.optimizer(outcome.model->parameters());
   train(outcome, of, *optimizer,
         loss_of_rank(outcome.model, of, group->getRank(), group->getSize()),

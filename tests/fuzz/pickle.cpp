@@ -127,7 +127,7 @@ const std::vector<Class>& classes() {
         {"eps", real(1e-8)},
         {"weight_decay", real(0)},
         {"bias_correction", kFalse},
-        {"always_adapt", kFalse}}},
+        {"use_nvlamb", kFalse}}},
       {"Muon",
        true,
        making<mezzos::Muon>(mezzos::MuonOptions(1e-3)),
@@ -483,7 +483,7 @@ void pickle(std::string_view decisions) {
       if (run.masters) {
         run.masters->load(archive);
       } else {
-        mezzo::detail::load_whole(archive, *run.optimizer);
+        mezzo::detail::load_atomically(archive, *run.optimizer);
       }
     } else {
       mezzo::load_checkpoint(path, run.state);

@@ -127,7 +127,7 @@ TEST(Containers, AreCastAndSteppedByInitialize) {
   }
   const Tensor before = model->factors->parameters()[1].detach().clone();
   amp.backward(amp.forward(model, batch()).sum(), optimizer);
-  EXPECT_TRUE(amp.step(optimizer).ran());
+  EXPECT_TRUE(amp.step(optimizer).applied());
   EXPECT_FALSE(torch::equal(model->factors->parameters()[1], before));
   EXPECT_EQ(amp.forward(model->sequential, batch()).scalar_type(), torch::kFloat)
       << "a part by itself";

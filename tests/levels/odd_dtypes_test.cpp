@@ -57,11 +57,11 @@ TEST_P(OddDtypes, WithoutGradientsAreLeftAloneByEveryOptimizer) {
   mezzo::MasterWeights masters(inner);
   torch::optim::SGD plain({x, odd_}, 1.0);
   auto scaler = make_silent_scaler({});
-  for (mezzo::AnyOptimizer optimizer :
-       std::initializer_list<mezzo::AnyOptimizer>{fused, masters, plain}) {
+  for (mezzo::OptimizerRef optimizer :
+       std::initializer_list<mezzo::OptimizerRef>{fused, masters, plain}) {
     test_support::set_grad(x, {1});
     const Tensor before = x.detach().clone();
-    EXPECT_TRUE(scaler.step(optimizer, {.max_norm = 1.0}).ran());
+    EXPECT_TRUE(scaler.step(optimizer, {.max_norm = 1.0}).applied());
     EXPECT_FALSE(torch::equal(x, before));
     test_support::load_from_string(optimizer, test_support::save_to_string(optimizer));
   }
@@ -115,7 +115,7 @@ TEST_P(OddDtypes, StayAsTheyAreInLevelsThatCastModels) {
   }
   auto amp = initialize();
   amp.backward(amp.forward(model, torch::ones({4, 4})).sum(), optimizer);
-  EXPECT_TRUE(amp.step(optimizer).ran());
+  EXPECT_TRUE(amp.step(optimizer).applied());
   EXPECT_EQ(model->weight.scalar_type(), torch::kHalf);
   EXPECT_EQ(model->weight[0][0].item<float>(), -3.5F);
   for (const Tensor& odd : {model->odd_parameter, model->odd_buffer}) {

@@ -296,7 +296,7 @@ class Subject {
  private:
   static Optimizer make(const std::vector<torch::optim::OptimizerParamGroup>& groups,
                         [[maybe_unused]] const Case& of, double lr) {
-    if constexpr (requires(Optimizer of_mezzo) { of_mezzo.weight_options(); }) {
+    if constexpr (requires(Optimizer of_mezzo) { of_mezzo.weight_storage_options(); }) {
       return Optimizer(groups, Options(lr), {.weight_storage = of.weights.storage, .seed = 11});
     } else {
       return Optimizer(groups, Options(lr));
@@ -332,7 +332,7 @@ mezzo::GradScaler make_scaler(const Case& of) {
 
 void add_result(const mezzo::StepResult& result, Hash& hash) {
   for (const double number :
-       std::initializer_list<double>{result.ran() ? 1.0 : 0.0, result.found_inf() ? 1.0 : 0.0,
+       std::initializer_list<double>{result.applied() ? 1.0 : 0.0, result.found_inf() ? 1.0 : 0.0,
                                      result.scale(), result.grad_norm().value_or(-1.0)}) {
     hash.add(number);
   }

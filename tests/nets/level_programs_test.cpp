@@ -27,7 +27,7 @@ namespace {
 
 using namespace step_programs;
 using mezzo::Amp;
-using mezzo::AnyOptimizer;
+using mezzo::OptimizerRef;
 using mezzo::OptLevel;
 using test_support::save_to_string;
 
@@ -177,7 +177,7 @@ class AmpProgram : public Program {
     return sides_[i].model->weights;
   }
   torch::optim::Optimizer& optimizer(std::size_t i) const override { return *sides_[i].optimizer; }
-  AnyOptimizer any(std::size_t i) override { return amp_->wrapped_optimizer(optimizer(i)); }
+  OptimizerRef any(std::size_t i) override { return amp_->wrapped_optimizer(optimizer(i)); }
   void set_parameter(std::size_t i, std::size_t j, const Tensor& parameter) override {
     sides_[i].model->put(j, plain_[i].weights[j], parameter);
   }
@@ -570,8 +570,8 @@ class AmpProgram : public Program {
     Side& side = sides_[i];
     if (!side.averages) side.averages_masters = plain_[i].has_master_params() && random_.one_in(2);
     if (side.averages_masters) look_at_masters(i);
-    region_.reset();  // an EmaScope begins and ends outside of regions
-    report_.line("EmaScope of optimizer ", i, side.averages_masters ? ", of masters" : "");
+    region_.reset();  // an EmaGuard begins and ends outside of regions
+    report_.line("EmaGuard of optimizer ", i, side.averages_masters ? ", of masters" : "");
     count("averages");
     if (!side.averages) {
       mezzo::EmaOptions options{.decay = 0.5};
@@ -585,7 +585,7 @@ class AmpProgram : public Program {
       follow_average(i);
     }
     compare_averages(i);
-    const mezzo::EmaScope scope(*side.averages);
+    const mezzo::EmaGuard scope(*side.averages);
     compare_products(i, side.plain_averages);
   }
 
@@ -767,7 +767,7 @@ class AmpProgram : public Program {
         return;
       }
       for (std::size_t i = 0; i < sides_.size(); ++i) {
-        AnyOptimizer loaded = any(i);
+        OptimizerRef loaded = any(i);
         test_support::load_from_string(sides_[i].model, saved_->models[i]);
         test_support::load_from_string(loaded, saved_->optimizers[i]);
         sides_[i].options = optimizer(i).param_groups()[0].options().clone();
@@ -824,7 +824,7 @@ class AmpProgram : public Program {
       (void)other.ref().step();
       file = save_to_string(other.ref());
     });
-    AnyOptimizer loaded = any(i);
+    OptimizerRef loaded = any(i);
     expect(true, [&] { test_support::load_from_string(loaded, file); });
   }
 

@@ -28,9 +28,9 @@
 
 namespace {
 
-using mezzo::AnyOptimizer;
 using mezzo::GradScaler;
 using mezzo::master_params;
+using mezzo::OptimizerRef;
 using mezzo::OptLevel;
 using mezzo::optim::WeightStorage;
 using test_support::OwnedOptimizer;
@@ -71,7 +71,7 @@ class Loop {
     scaler.scale(loss.to(torch::kFloat)).backward();
   }
   bool step(const mezzo::StepOptions& options = {}) {
-    const bool ran = scaler.step(optimizer, options).ran();
+    const bool ran = scaler.step(optimizer, options).applied();
     scaler.update();
     return ran;
   }
@@ -80,7 +80,7 @@ class Loop {
   bool is_split;
   std::vector<torch::Tensor> parameters;
   OwnedOptimizer owned;
-  AnyOptimizer optimizer;
+  OptimizerRef optimizer;
   GradScaler scaler;
 };
 
@@ -244,7 +244,7 @@ TEST(GradScalerStep, StepThatThrewIsRetriedWithRepairedGradients) {
       GradScaler scaler = make_silent_scaler();
       const auto step = [&] {
         if (unscales) scaler.unscale_(optimizer);
-        return scaler.step(optimizer).ran();
+        return scaler.step(optimizer).applied();
       };
       scaler.scale((parameter * bad).sum().to(torch::kFloat)).backward();
       EXPECT_THROW(step(), std::runtime_error);
@@ -275,7 +275,7 @@ TEST(OneHomeOfGradients, ADisabledScalerUnscalesAsOftenAsIsAsked) {
         scaler.scale(parameter.sum()).backward();
       }
       scaler.unscale_(adamw);
-      EXPECT_TRUE(scaler.step(adamw).ran());
+      EXPECT_TRUE(scaler.step(adamw).applied());
       scaler.update();
     }
     EXPECT_NEAR(value_of(parameter), -0.99, 0.02);
@@ -293,7 +293,7 @@ TEST(OneHomeOfGradients, MasterWeightsClipAndTrainMastersAfterUnscaleTwiceOfADis
     scaler.scale((parameter * 20).sum()).backward();
     scaler.unscale_(masters);
     scaler.unscale_(masters);
-    EXPECT_TRUE(scaler.step(masters, {.max_norm = 0.25}).ran());
+    EXPECT_TRUE(scaler.step(masters, {.max_norm = 0.25}).applied());
   }
   EXPECT_NEAR(value_of(master_params(masters)[0]), 255, 1e-3) << "bfloat16 would stay at 256";
   EXPECT_EQ(value_of(parameter), 255);
@@ -325,7 +325,7 @@ TEST(OneHomeOfGradients, WhatLibtorchsClippingLeavesIsTheNormThatIsReported) {
         torch::nn::utils::clip_grad_norm_(loop.parameters, 2);
       }
       const auto result = loop.scaler.step(loop.optimizer, {.max_norm = 1});
-      EXPECT_TRUE(result.ran());
+      EXPECT_TRUE(result.applied());
       EXPECT_NEAR(result.grad_norm().value(), 2, 2e-3);
       EXPECT_NEAR(loop.value(0), -1, 2e-3);
     });
@@ -495,7 +495,7 @@ TEST(OneHomeOfGradients, DelayedLossesOfABatchThatIsGivenUpDoNotComeBack) {
     one.pass(8, 8, {.loss_id = 1, .delay_unscale = true});
     one.optimizer->zero_grad();
     one.pass(3, 3);
-    EXPECT_TRUE(one.amp.step(*one.optimizer).ran());
+    EXPECT_TRUE(one.amp.step(*one.optimizer).applied());
     one.expect(-3, -3);
   });
 }
@@ -508,7 +508,7 @@ TEST(OneHomeOfGradients, AParameterThatTheLastLossDidNotReachIsGivenUpToo) {
         one.pass(8, 0);
         one.optimizer->zero_grad(set_to_none);
         one.pass(1, next);
-        EXPECT_TRUE(one.amp.step(*one.optimizer).ran());
+        EXPECT_TRUE(one.amp.step(*one.optimizer).applied());
         one.expect(-1, -next);
       });
     }
@@ -520,7 +520,7 @@ TEST(OneHomeOfGradients, AStepAfterScaleLossAndZeroGradTrainsNothing) {
     for_each_level([set_to_none](Leveled& one) {
       one.pass(3, 3);
       one.optimizer->zero_grad(set_to_none);
-      EXPECT_TRUE(one.amp.step(*one.optimizer).ran());
+      EXPECT_TRUE(one.amp.step(*one.optimizer).applied());
       one.expect(0, 0);
     });
   }
@@ -537,7 +537,7 @@ TEST(OneHomeOfGradients, UndefinedGradientsStayUndefinedAfterAPassThatThrew) {
     EXPECT_THROW(one.amp.scale_loss(one.loss(2, 2), *one.optimizer, throws), std::runtime_error);
     EXPECT_FALSE(one.model->second.grad().defined());
     EXPECT_EQ(value_of(one.model->first.grad()), 1);
-    EXPECT_TRUE(one.amp.step(*one.optimizer).ran());
+    EXPECT_TRUE(one.amp.step(*one.optimizer).applied());
     one.expect(-1, 0);
   });
 }

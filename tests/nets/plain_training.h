@@ -82,7 +82,7 @@ inline bool all_finite(const Vector& values) {
   return std::all_of(values.begin(), values.end(), [](double x) { return std::isfinite(x); });
 }
 
-inline double sum_of_squares(const Vector& values) {
+inline double norm_sq(const Vector& values) {
   double sum = 0;
   for (const double value : values) sum += value * value;
   return sum;
@@ -226,9 +226,9 @@ inline void update(Kind kind, PlainWeight& weight, const Vector& gradient, doubl
   }
   double ratio = 1;
   if (kind == Kind::lamb) {
-    const double own = std::sqrt(sum_of_squares(weight.value));
-    const double of_change = std::sqrt(sum_of_squares(change));
-    const double of_noise = std::sqrt(sum_of_squares(noise));
+    const double own = std::sqrt(norm_sq(weight.value));
+    const double of_change = std::sqrt(norm_sq(change));
+    const double of_noise = std::sqrt(norm_sq(noise));
     if (own != 0 && of_change != 0) {
       ratio = own / of_change;
       for (double& one : noise) one += of_noise;
@@ -370,7 +370,7 @@ struct PlainSide {
     return std::any_of(weights.begin(), weights.end(),
                        [](const PlainWeight& one) { return one.gradient.has_value(); });
   }
-  bool has_bare_half() const {
+  bool has_fp16_without_master() const {
     return std::any_of(weights.begin(), weights.end(), [](const PlainWeight& one) {
       return one.gradient && one.gradient->dtype == torch::kHalf && !one.has_master;
     });
@@ -383,7 +383,7 @@ struct PlainSide {
   double norm() const {
     double sum = 0;
     for (const PlainWeight& one : weights) {
-      if (one.gradient) sum += sum_of_squares(one.gradient->values);
+      if (one.gradient) sum += norm_sq(one.gradient->values);
     }
     return std::sqrt(sum);
   }
@@ -650,11 +650,12 @@ inline std::optional<Vector> kept_value(const torch::optim::Optimizer& optimizer
                                         const Tensor& parameter) {
   const auto found = optimizer.state().find(parameter.unsafeGetTensorImpl());
   if (found == optimizer.state().end()) return std::nullopt;
-  const auto* const slot = dynamic_cast<const mezzo::detail::ParamSlot*>(found->second.get());
+  const auto* const slot =
+      dynamic_cast<const mezzo::detail::FusedParamStateBase*>(found->second.get());
   if (slot == nullptr) return std::nullopt;
   if (slot->master.defined()) return values_of(slot->master);
-  if (!slot->lower_half.defined()) return std::nullopt;
-  return values_of(mezzo::detail::joined(parameter, slot->lower_half));
+  if (!slot->low_bits.defined()) return std::nullopt;
+  return values_of(mezzo::detail::combine_with_low_bits(parameter, slot->low_bits));
 }
 
 /// Takes what is trained as the present value, after it was compared.

@@ -45,7 +45,7 @@ class Program {
   // The library's objects of optimizer `i`.
   virtual const std::vector<Tensor>& parameters(std::size_t i) const = 0;
   virtual torch::optim::Optimizer& optimizer(std::size_t i) const = 0;
-  virtual mezzo::AnyOptimizer any(std::size_t i) = 0;
+  virtual mezzo::OptimizerRef any(std::size_t i) = 0;
   virtual void set_parameter(std::size_t i, std::size_t j, const Tensor& parameter) = 0;
   virtual void add_parameter(std::size_t i, const PlainWeight& weight) = 0;
 
@@ -99,7 +99,7 @@ class Program {
         if (is_true(i)) compare_gradient(weight, parameters(i)[j], report_, name);
       }
       if (!plain_[i].counts()) continue;
-      const int64_t applied = any(i).mezzos()->applied_steps();
+      const int64_t applied = any(i).mixed_precision()->applied_steps();
       if (applied != plain_[i].applied) {
         report_.fail("applied_steps() of optimizer ", i, " is ", applied, "; right is ",
                      plain_[i].applied);
@@ -233,10 +233,10 @@ class Program {
 
   /// What a step said, against what is right.
   void compare_result(const mezzo::StepResult& result, bool ran, std::optional<double> norm) {
-    report_.line(result.ran() ? "    ran" : "    skipped");
-    if (result.ran() != ran || result.found_inf() == ran) {
-      report_.fail("ran() is ", result.ran(), ", found_inf() ", result.found_inf(), "; right is ",
-                   ran, ", ", !ran);
+    report_.line(result.applied() ? "    ran" : "    skipped");
+    if (result.applied() != ran || result.found_inf() == ran) {
+      report_.fail("applied() is ", result.applied(), ", found_inf() ", result.found_inf(),
+                   "; right is ", ran, ", ", !ran);
     }
     const auto actual = result.grad_norm();
     if (actual && norm && std::isfinite(*norm) && !is_near(*actual, *norm, 1e-5 * *norm + 1e-6)) {

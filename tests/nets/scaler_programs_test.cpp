@@ -26,9 +26,9 @@
 namespace {
 
 using namespace step_programs;
-using mezzo::AnyOptimizer;
 using mezzo::GradScaler;
 using mezzo::GradScalerOptions;
+using mezzo::OptimizerRef;
 using test_support::OwnedOptimizer;
 
 /// A GradScaler as numbers.
@@ -139,7 +139,7 @@ class ScalerProgram : public Program {
   torch::optim::Optimizer& optimizer(std::size_t i) const override {
     return sides_[i].owned.ref().optimizer();
   }
-  AnyOptimizer any(std::size_t i) override { return sides_[i].owned.ref(); }
+  OptimizerRef any(std::size_t i) override { return sides_[i].owned.ref(); }
   void set_parameter(std::size_t i, std::size_t j, const Tensor& parameter) override {
     sides_[i].parameters[j] = parameter;
   }
@@ -254,7 +254,7 @@ class ScalerProgram : public Program {
   }
 
   bool refuses_half(const PlainSide& side) const {
-    return side.has_bare_half() && !scaler_.allows_half;
+    return side.has_fp16_without_master() && !scaler_.allows_half;
   }
 
   /// Takes the scale off; whether it could not.
@@ -345,7 +345,7 @@ class ScalerProgram : public Program {
     const char* const calls[] = {"unscale_", "step", "step with max_norm"};
     Program::meet_bad_gradient(i, calls[call], [&] {
       if (call == 0) return static_cast<void>(library_->unscale_(any(i)));
-      AnyOptimizer stepped = any(i);
+      OptimizerRef stepped = any(i);
       call == 1 ? library_->step(stepped) : library_->step(stepped, {.max_norm = 1});
     });
   }
@@ -418,11 +418,11 @@ class ScalerProgram : public Program {
     report_.line("scaler.step(optimizer ", i, text.str(), ")");
     const Expected right = plain_step(i, options);
     expect(right.throws, [&] {
-      AnyOptimizer stepped = any(i);
+      OptimizerRef stepped = any(i);
       const auto result = has_options ? library_->step(stepped, options) : library_->step(stepped);
       compare_result(result, right.ran, right.norm);
       const char* const clipped = std::isfinite(options.max_norm) ? " with max_norm" : "";
-      count(std::string(result.ran() ? "step" : "skipped step") + clipped);
+      count(std::string(result.applied() ? "step" : "skipped step") + clipped);
       const PlainSide& side = plain_[i];
       count(side.is_split()                    ? "step of split_master"
             : side.recipe.in_master_weights    ? "step of MasterWeights"
@@ -474,12 +474,12 @@ class ScalerProgram : public Program {
   /// Averages replace the weights; reading a master then throws.
   void enter_ema_scope(std::size_t i) {
     PlainSide& side = plain_[i];
-    report_.line("an EmaScope of optimizer ", i);
-    count("EmaScope");
+    report_.line("an EmaGuard of optimizer ", i);
+    count("EmaGuard");
     const bool has_master = std::any_of(side.weights.begin(), side.weights.end(),
                                         [](const PlainWeight& one) { return one.has_master; });
     const mezzo::Ema ema(parameters(i));
-    const mezzo::EmaScope averages(ema);
+    const mezzo::EmaGuard averages(ema);
     expect(has_master || !side.has_master_params(), [&] { (void)mezzo::master_params(any(i)); });
   }
 
@@ -555,7 +555,7 @@ class ScalerProgram : public Program {
         for (std::size_t j = 0; j < sides_[i].parameters.size(); ++j) {
           sides_[i].parameters[j].copy_(saved_->weights[i][j]);
         }
-        AnyOptimizer loaded = any(i);
+        OptimizerRef loaded = any(i);
         test_support::load_from_string(loaded, saved_->optimizers[i]);
       }
       if (scaler_.is_enabled) test_support::load_from_string(*library_, saved_->scaler);
@@ -576,9 +576,9 @@ class ScalerProgram : public Program {
     report_.line("optimizer ", i, " loads the archive of ", other.text());
     count("load of another class");
     const auto made = make_optimizer(other, parameters(i));
-    const std::string archive = test_support::save_to_string(AnyOptimizer(*made));
+    const std::string archive = test_support::save_to_string(OptimizerRef(*made));
     expect(true, [&] {
-      AnyOptimizer loaded = any(i);
+      OptimizerRef loaded = any(i);
       test_support::load_from_string(loaded, archive);
     });
   }
@@ -604,7 +604,7 @@ TEST(StepPrograms, OfAGradScalerTrainAsPlainLoopsDo) {
       "step of momentum; step of Adam; step of AdamW; step of Lion; step of LAMB; "
       "step of an enabled scaler; step of a disabled scaler; step without the scaler; "
       "update; update to a scale; weight replaced; weight added; bad gradient; "
-      "bucket; save; load; load into new objects; load of another class; EmaScope; "
+      "bucket; save; load; load into new objects; load of another class; EmaGuard; "
       "step without a parameter",
       5);
 }

@@ -26,7 +26,7 @@ int main(int argc, char** argv) {
     const bool has_kernels = are_shared || library.call<bool>("links_cuda_kernels");
     expect(library.call<bool>("has_cuda_kernels") == has_kernels,
            "it finds the kernels that it links, or that it shares");
-    expect(library.call<double, const at::Tensor&>("sum_of_squares", parameter) == 20,
+    expect(library.call<double, const at::Tensor&>("norm_sq", parameter) == 20,
            "its buckets work beside the others'");
   }
   return test_support::expect(true, "");

@@ -35,11 +35,11 @@ C10_EXPORT bool has_cuda_kernels() {
 }
 
 // Gradients of 2 in buckets of this library's, which takes them from those of the other libraries.
-C10_EXPORT double sum_of_squares(const at::Tensor& parameter) {
+C10_EXPORT double norm_sq(const at::Tensor& parameter) {
   mezzo::GradBuckets buckets({parameter});
   buckets.zero_grad();
   parameter.mul(2).sum().backward();
-  buckets.reattach_gradients();
+  buckets.copy_grads_to_buckets();
   const auto summary = mezzo::detail::compute_grad_stats({parameter.grad()}, at::ones({}));
   return summary.norm_sq.item<double>();
 }

@@ -109,7 +109,7 @@ int main(int argc, char** argv) {
     for (int step = 0; step < 3; ++step) trainer->step(/*overflows=*/step == 1);
   }
   masters_before_main.step();
-  static const mezzo::EmaScope averaged(at_first_use().ema);
+  static const mezzo::EmaGuard averaged(at_first_use().ema);
   if (way == "on_skip") {
     before_main.scaler.on_skip([](const mezzo::SkippedStep&) { end_here(); });
     before_main.step(/*overflows=*/true);

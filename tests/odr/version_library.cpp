@@ -80,7 +80,7 @@ C10_EXPORT const at::Tensor* weight_of(void* training) {
 
 /// Whether this library takes the optimizer for one of its own.
 C10_EXPORT bool is_own(torch::optim::Optimizer& optimizer) {
-  return mezzo::AnyOptimizer(optimizer).mezzos() != nullptr;
+  return mezzo::OptimizerRef(optimizer).mixed_precision() != nullptr;
 }
 
 /// One step by this library's scaler with an optimizer of any library's: its parameter's gradient

@@ -77,15 +77,15 @@ void expect_same_state(const AdamW8bitParamState& left, const AdamW8bitParamStat
   EXPECT_EQ(left.step(), right.step());
   EXPECT_TRUE(is_same(left.exp_avg(), right.exp_avg()));
   EXPECT_TRUE(is_same(left.exp_avg_sq(), right.exp_avg_sq()));
-  EXPECT_TRUE(is_same(left.exp_avg_scales(), right.exp_avg_scales()));
-  EXPECT_TRUE(is_same(left.exp_avg_sq_scales(), right.exp_avg_sq_scales()));
+  EXPECT_TRUE(is_same(left.exp_avg_absmax(), right.exp_avg_absmax()));
+  EXPECT_TRUE(is_same(left.exp_avg_sq_absmax(), right.exp_avg_sq_absmax()));
 }
 
 TEST(AdamW8bit, StaysNearFloatMoments) {
   for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
     Descent wide(dtype);
     Descent narrow(dtype);
-    AdamW8bit in_float({wide.parameter}, {1e-2}, {.float_moments = {wide.parameter}});
+    AdamW8bit in_float({wide.parameter}, {1e-2}, {.params_with_fp32_state = {wide.parameter}});
     AdamW8bit in_blocks({narrow.parameter}, {1e-2});
     const at::Tensor start = wide.parameter.detach().to(at::kFloat).clone();
     wide.steps(in_float, 200);
@@ -129,7 +129,7 @@ TEST(AdamW8bit, WithFloatMomentsTakesAdamWsSteps) {
   Descent left(at::kFloat, {70, 90});
   Descent right(at::kFloat, {70, 90});
   AdamW8bit own({left.parameter}, torch::optim::AdamWOptions(1e-2).weight_decay(0.1),
-                {.float_moments = {left.parameter}});
+                {.params_with_fp32_state = {left.parameter}});
   AdamW fused({right.parameter}, mezzo::optim::AdamWOptions(1e-2).weight_decay(0.1));
   left.steps(own, 10);
   right.steps(fused, 10);
@@ -143,8 +143,8 @@ TEST(AdamW8bit, HasCodesAndScales) {
   const AdamW8bitParamState& state = get_param_state<AdamW8bitParamState>(optimizer, run.parameter);
   EXPECT_EQ(state.exp_avg().scalar_type(), at::kByte);
   EXPECT_EQ(state.exp_avg_sq().scalar_type(), at::kByte);
-  EXPECT_EQ(state.exp_avg_scales().numel(), (kElements + 255) / 256);
-  EXPECT_EQ(state.exp_avg_sq_scales().numel(), (kElements + 255) / 256);
+  EXPECT_EQ(state.exp_avg_absmax().numel(), (kElements + 255) / 256);
+  EXPECT_EQ(state.exp_avg_sq_absmax().numel(), (kElements + 255) / 256);
   EXPECT_EQ(state.step(), 3);
 }
 
@@ -176,21 +176,21 @@ TEST(AdamW8bit, SmallParametersAndThoseThatAreNamedKeepFloats) {
   for (const bool is_named : {false, true}) {
     Descent run(at::kBFloat16, {is_named ? 5000 : 4095});
     AdamW8bitOptions options;
-    if (is_named) options.float_moments = {run.parameter};
+    if (is_named) options.params_with_fp32_state = {run.parameter};
     AdamW8bit optimizer({run.parameter}, {1e-2}, options);
     run.steps(optimizer, 2);
     EXPECT_EQ(
         get_param_state<AdamW8bitParamState>(optimizer, run.parameter).exp_avg().scalar_type(),
         at::kFloat);
     EXPECT_FALSE(
-        get_param_state<AdamW8bitParamState>(optimizer, run.parameter).exp_avg_scales().defined());
+        get_param_state<AdamW8bitParamState>(optimizer, run.parameter).exp_avg_absmax().defined());
   }
 }
 
 TEST(AdamW8bit, FloatMomentsOfAnotherTensorThrow) {
   const std::vector<at::Tensor> x{at::ones({1})};
-  EXPECT_THAT([&] { AdamW8bit(x, {1e-3}, {.float_moments = {at::ones({1})}}); },
-              ThrowsMessage<c10::Error>(HasSubstr("float_moments[0] is no parameter")));
+  EXPECT_THAT([&] { AdamW8bit(x, {1e-3}, {.params_with_fp32_state = {at::ones({1})}}); },
+              ThrowsMessage<c10::Error>(HasSubstr("params_with_fp32_state[0] is no parameter")));
 }
 
 TEST(AdamW8bit, RefusesWhatItCannotStepAndTouchesNothing) {
@@ -221,11 +221,11 @@ TEST(AdamW8bit, StateInAnotherFormThrows) {
       [](State& state) { state.exp_avg_sq(at::zeros({3}, at::kByte)); },
       [](State& state) {
         state.exp_avg(state.exp_avg().to(at::kFloat));
-        state.exp_avg_scales(at::Tensor());
+        state.exp_avg_absmax(at::Tensor());
       },
-      [](State& state) { state.exp_avg_sq_scales(at::Tensor()); },
-      [](State& state) { state.exp_avg_sq_scales(at::zeros({3})); },
-      [](State& state) { state.exp_avg_sq_scales(state.exp_avg_sq_scales().to(at::kDouble)); }};
+      [](State& state) { state.exp_avg_sq_absmax(at::Tensor()); },
+      [](State& state) { state.exp_avg_sq_absmax(at::zeros({3})); },
+      [](State& state) { state.exp_avg_sq_absmax(state.exp_avg_sq_absmax().to(at::kDouble)); }};
   for (const auto& spoil : forms) {
     Descent run(at::kFloat, {70, 90});
     AdamW8bit optimizer({run.parameter}, {1e-2});
@@ -291,7 +291,7 @@ TEST(AdamW8bit, AHotRowOfAnEmbeddingNeedsFloatMoments) {
   const auto furthest = [](bool in_float) {
     at::Tensor embedding = at::zeros({64, 64}).requires_grad_();  // four rows a block
     AdamW8bitOptions own;
-    if (in_float) own.float_moments = {embedding};
+    if (in_float) own.params_with_fp32_state = {embedding};
     AdamW8bit optimizer({embedding}, torch::optim::AdamWOptions(1e-3).weight_decay(0), own);
     for (int step = 0; step < 20; ++step) {
       at::Tensor gradient = at::zeros({64, 64});

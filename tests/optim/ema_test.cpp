@@ -27,7 +27,7 @@
 namespace {
 
 using mezzo::Ema;
-using mezzo::EmaScope;
+using mezzo::EmaGuard;
 using mezzo::StepResult;
 using mezzo::optim::WeightStorage;
 using test_support::BitwiseEqual;
@@ -101,9 +101,9 @@ TEST(Ema, StandsStillForASkippedStep) {
   torch::Tensor parameter = weight({8});
   Ema ema({parameter}, {.decay = 0.5});
   write(parameter, 4);
-  ema.update(StepResult({.ran = false}));
+  ema.update(StepResult({.applied = false}));
   EXPECT_EQ(ema.averages()[0].item<float>(), 8);
-  ema.update(StepResult({.ran = true}));
+  ema.update(StepResult({.applied = true}));
   EXPECT_EQ(ema.averages()[0].item<float>(), 6);
 }
 
@@ -155,7 +155,7 @@ TEST(Ema, TiedWeightsAreAveragedAndSwappedAsOne) {
   write(tied->weight, 4);
   ema.update();
   {
-    const EmaScope averaged(ema);
+    const EmaGuard averaged(ema);
     EXPECT_TRUE(torch::allclose(tied->weight, begin * 0.5 + 2));
   }
   EXPECT_TRUE(tied->weight.eq(4).all().item<bool>());
@@ -208,14 +208,14 @@ TEST(Ema, GoesThroughAnArchiveAndRefusesAnotherModels) {
   EXPECT_TRUE(torch::equal(loaded.averages()[0], torch::tensor({5.0F, 4.0F})));
 }
 
-TEST(EmaScope, PutsAveragesInAndTheVeryMemoryBack) {
+TEST(EmaGuard, PutsAveragesInAndTheVeryMemoryBack) {
   torch::Tensor parameter = weight({8, 8}, torch::kBFloat16);
   Ema ema({parameter}, {.decay = 0.5});
   write(parameter, 4);
   ema.update();
   const void* const memory = parameter.const_data_ptr();
   {
-    const EmaScope averaged(ema);
+    const EmaGuard averaged(ema);
     EXPECT_EQ(parameter[0].item<float>(), 6);
     EXPECT_EQ(parameter.scalar_type(), torch::kBFloat16);
     EXPECT_TRUE(parameter.requires_grad());
@@ -226,42 +226,42 @@ TEST(EmaScope, PutsAveragesInAndTheVeryMemoryBack) {
   EXPECT_EQ(ema.averages()[0][0].item<float>(), 6);
 }
 
-TEST(EmaScope, LeavesAveragesAlone) {
+TEST(EmaGuard, LeavesAveragesAlone) {
   torch::Tensor parameter = weight({8}), other = weight({1});
   Ema ema({parameter}, {.decay = 0.5}), unconcerned({other});
   {
-    const EmaScope outer(ema);
-    EXPECT_THAT(message_of([&] { ema.update(); }), HasSubstr("an EmaScope is alive"));
+    const EmaGuard outer(ema);
+    EXPECT_THAT(message_of([&] { ema.update(); }), HasSubstr("an EmaGuard is alive"));
     unconcerned.update();
   }
   ema.update();
 }
 
-TEST(EmaScope, KeepsStrides) {
+TEST(EmaGuard, KeepsStrides) {
   torch::Tensor parameter = torch::rand({2, 3, 4, 5}).to(torch::MemoryFormat::ChannelsLast);
   parameter.requires_grad_();
   const Ema ema({parameter});
   const auto strides = parameter.strides().vec();
-  const EmaScope averaged(ema);
+  const EmaGuard averaged(ema);
   EXPECT_EQ(parameter.strides().vec(), strides);
 }
 
 // Two that ended in the order in which they began would leave an average behind.
-TEST(EmaScope, RefusesParametersThatHoldAveragesAndChangesNothing) {
+TEST(EmaGuard, RefusesParametersThatHoldAveragesAndChangesNothing) {
   torch::Tensor shared = weight({8}), own = weight({8});
   Ema first({shared}, {.decay = 0.5}), second({own, shared}, {.decay = 0.25});
   for (torch::Tensor* const one : {&shared, &own}) write(*one, 4);
   first.update();
   second.update();
-  auto outer = std::make_unique<EmaScope>(first);
-  EXPECT_THAT(message_of([&] { const EmaScope inner(second); }),
-              HasSubstr("an EmaScope is alive; let that scope end first"));
+  auto outer = std::make_unique<EmaGuard>(first);
+  EXPECT_THAT(message_of([&] { const EmaGuard inner(second); }),
+              HasSubstr("an EmaGuard is alive; let that scope end first"));
   EXPECT_EQ(shared.item<float>(), 6);
   EXPECT_EQ(own.item<float>(), 4);
   outer.reset();
   EXPECT_EQ(shared.item<float>(), 4);
   {
-    const EmaScope later(second);
+    const EmaGuard later(second);
     EXPECT_EQ(shared.item<float>(), 5);
   }
   EXPECT_EQ(shared.item<float>(), 4);
@@ -291,7 +291,7 @@ std::vector<torch::Tensor> outcome_of(mezzo::optim::AdamW& optimizer,
                                       const torch::Tensor& parameter) {
   auto& state = get_param_state<mezzo::optim::AdamWParamState>(optimizer, parameter);
   std::vector<torch::Tensor> all{parameter, state.exp_avg(), state.exp_avg_sq()};
-  for (const torch::Tensor& kept : {state.master(), state.lower_half()}) {
+  for (const torch::Tensor& kept : {state.master(), state.low_bits()}) {
     if (kept.defined()) all.push_back(kept);
   }
   return all;
@@ -305,13 +305,13 @@ void expect_training_undisturbed(WeightStorage storage, at::ScalarType dtype) {
   auto optimizer = make(parameter, storage), evaluated = make(watched, storage);
   Ema ema({parameter}, options_for(optimizer, storage));
   Ema ema_of_watched({watched}, options_for(evaluated, storage));
-  { const EmaScope before_the_first_step(ema_of_watched); }
+  { const EmaGuard before_the_first_step(ema_of_watched); }
   for (int i = 0; i < 40; ++i) {
     step(optimizer, parameter);
     ema.update();
     step(evaluated, watched);
     ema_of_watched.update();
-    const EmaScope averaged(ema_of_watched);
+    const EmaGuard averaged(ema_of_watched);
     EXPECT_TRUE(torch::equal(watched.detach(), ema.averages()[0].to(dtype)));
     if (i > 2) {
       EXPECT_FALSE(torch::equal(watched, parameter)) << i;
@@ -321,13 +321,13 @@ void expect_training_undisturbed(WeightStorage storage, at::ScalarType dtype) {
 }
 
 // A master or a file that is made in the scope would be made from the average.
-TEST(EmaScope, RefusesMastersAndFilesOfTheWeightsThatItTookAway) {
+TEST(EmaGuard, RefusesMastersAndFilesOfTheWeightsThatItTookAway) {
   torch::Tensor parameter = torch::ones({3}, torch::kBFloat16).requires_grad_();
   auto optimizer = make(parameter, WeightStorage::fp32_master);
   step(optimizer, parameter);
   Ema ema({parameter});
   {
-    const EmaScope averaged(ema);
+    const EmaGuard averaged(ema);
     const auto says = HasSubstr("let that scope end first");
     EXPECT_THAT(message_of([&] { (void)mezzo::master_params(optimizer); }), says);
     std::ostringstream file;
@@ -336,7 +336,7 @@ TEST(EmaScope, RefusesMastersAndFilesOfTheWeightsThatItTookAway) {
   EXPECT_EQ(mezzo::master_params(optimizer).size(), 1U);
 }
 
-TEST(EmaScope, LeavesTrainingAsItWasToTheBit) {
+TEST(EmaGuard, LeavesTrainingAsItWasToTheBit) {
   expect_training_undisturbed(WeightStorage::plain, torch::kFloat);
   expect_training_undisturbed(WeightStorage::fp32_master, torch::kBFloat16);
   expect_training_undisturbed(WeightStorage::fp32_master, torch::kHalf);
@@ -344,20 +344,20 @@ TEST(EmaScope, LeavesTrainingAsItWasToTheBit) {
   expect_training_undisturbed(WeightStorage::stochastic_rounding, torch::kBFloat16);
 }
 
-TEST(EmaScope, RefusesAParameterOfAnotherShapeAndChangesNothing) {
+TEST(EmaGuard, RefusesAParameterOfAnotherShapeAndChangesNothing) {
   torch::Tensor first = weight({1}), second = weight({1});
   Ema ema({first, second}, {.decay = 0.5});
   write(first, 3);
   ema.update();
   second.set_data(torch::zeros({2}));
-  EXPECT_THAT(message_of([&] { const EmaScope averaged(ema); }),
+  EXPECT_THAT(message_of([&] { const EmaGuard averaged(ema); }),
               HasSubstr("parameter 1 (float32 [2] on cpu) had the shape [1]"));
   EXPECT_EQ(first.item<float>(), 3);
   second.set_data(torch::ones({1}));
   EXPECT_NO_THROW(ema.update());
 }
 
-TEST(EmaScope, TakesGradientsAwaySoThatAStepInsideTrainsNothing) {
+TEST(EmaGuard, TakesGradientsAwaySoThatAStepInsideTrainsNothing) {
   for (const auto storage :
        {WeightStorage::plain, WeightStorage::fp32_master, WeightStorage::split_master}) {
     torch::Tensor parameter = torch::linspace(-1, 1, 37).to(torch::kBFloat16).requires_grad_();
@@ -368,7 +368,7 @@ TEST(EmaScope, TakesGradientsAwaySoThatAStepInsideTrainsNothing) {
     const auto before = clone_all(outcome_of(optimizer, parameter));
     const torch::Tensor gradient = parameter.grad();
     {
-      const EmaScope averaged(ema);
+      const EmaGuard averaged(ema);
       EXPECT_FALSE(parameter.grad().defined());
       optimizer.step();
       parameter.sum().backward();
@@ -378,7 +378,7 @@ TEST(EmaScope, TakesGradientsAwaySoThatAStepInsideTrainsNothing) {
   }
 }
 
-TEST(EmaScope, GivesWeightsBackToWhoTrainedInside) {
+TEST(EmaGuard, GivesWeightsBackToWhoTrainedInside) {
   for (const auto storage :
        {WeightStorage::plain, WeightStorage::fp32_master, WeightStorage::split_master}) {
     torch::Tensor parameter = torch::linspace(-1, 1, 37).to(torch::kBFloat16).requires_grad_();
@@ -388,7 +388,7 @@ TEST(EmaScope, GivesWeightsBackToWhoTrainedInside) {
     ema.update();
     const torch::Tensor before = parameter.detach().clone();
     {
-      const EmaScope averaged(ema);
+      const EmaGuard averaged(ema);
       step(optimizer, parameter);
     }
     EXPECT_TRUE(torch::equal(parameter, before));
@@ -423,18 +423,18 @@ TEST(Ema, AveragesBuffersThatAreAppendedAndTakesMastersOfTheParameters) {
   ema.update();
   EXPECT_EQ(ema.averages()[0][0].item<float>(), 7);
   EXPECT_EQ(ema.averages()[1][0].item<float>(), 3);
-  const EmaScope scope(ema);
+  const EmaGuard scope(ema);
   EXPECT_EQ(norm->running_mean[0].item<float>(), 2);
 }
 
 // --- A step that a device decides; CPU tensors stand in for it.
 
 /// A step that a device decides, of which the host is never told.
-class UnheardStep final : public mezzo::StepSlot {
+class UnheardStep final : public mezzo::StepFuture {
  public:
   explicit UnheardStep(float found_inf) : found_inf_(torch::full({1}, found_inf)) {}
   bool ready() const noexcept override { return false; }
-  const mezzo::StepOutcome& outcome() override {
+  const mezzo::StepResult::Values& values() override {
     ADD_FAILURE() << "the host waited for the device";
     return outcome_;
   }
@@ -442,7 +442,7 @@ class UnheardStep final : public mezzo::StepSlot {
 
  private:
   torch::Tensor found_inf_;
-  mezzo::StepOutcome outcome_;
+  mezzo::StepResult::Values outcome_;
 };
 
 StepResult step_with(float found_inf) {
@@ -465,8 +465,8 @@ std::vector<torch::Tensor> every_kind() {
 }
 
 TEST(StepResultOnTheHost, HasNoFlagOnADevice) {
-  EXPECT_FALSE(StepResult({.ran = true}).found_inf_on_device().defined());
-  EXPECT_FALSE(StepResult({.ran = false}).found_inf_on_device().defined());
+  EXPECT_FALSE(StepResult({.applied = true}).found_inf_on_device().defined());
+  EXPECT_FALSE(StepResult({.applied = false}).found_inf_on_device().defined());
 }
 
 TEST(EmaOnADevice, MovesAsTheHostsDoesWithoutAWait) {
@@ -476,7 +476,7 @@ TEST(EmaOnADevice, MovesAsTheHostsDoesWithoutAWait) {
   for (int i = 0; i < 10; ++i) {
     for (const torch::Tensor& parameter : parameters) parameter.copy_(torch::rand_like(parameter));
     on_device.update(step_with(0));
-    on_host.update(StepResult({.ran = true}));
+    on_host.update(StepResult({.applied = true}));
   }
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     EXPECT_TRUE(torch::allclose(on_device.averages()[i], on_host.averages()[i], 1e-6, 1e-7)) << i;

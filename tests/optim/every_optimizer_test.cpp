@@ -6,7 +6,7 @@
 #include <mezzo/optim/lamb.h>
 #include <mezzo/optim/lion.h>
 #include <mezzo/optim/muon.h>
-#include <mezzo/optim/optimizer.h>
+#include <mezzo/optim/optimizer_ref.h>
 #include <mezzo/optim/sgd.h>
 
 #include <torch/torch.h>
@@ -163,15 +163,15 @@ TYPED_TEST(ParamGroups, OfAnEmptyParameterListAreRefused) {
             "no error");
 }
 
-// An overload for pointers beside one for AnyOptimizer is chosen by what can be called.
+// An overload for pointers beside one for OptimizerRef is chosen by what can be called.
 TYPED_TEST(ParamGroups, AreReachedThroughAReferenceToTheOptimizerAndNoPointer) {
   using Own = typename TypeParam::Optimizer;
-  static_assert(std::is_convertible_v<Own&, mezzo::AnyOptimizer>);
-  static_assert(!std::is_convertible_v<Own*, mezzo::AnyOptimizer>);
-  static_assert(!std::is_convertible_v<std::unique_ptr<Own>, mezzo::AnyOptimizer>);
-  static_assert(!std::is_constructible_v<mezzo::AnyOptimizer, std::shared_ptr<Own>&>);
+  static_assert(std::is_convertible_v<Own&, mezzo::OptimizerRef>);
+  static_assert(!std::is_convertible_v<Own*, mezzo::OptimizerRef>);
+  static_assert(!std::is_convertible_v<std::unique_ptr<Own>, mezzo::OptimizerRef>);
+  static_assert(!std::is_constructible_v<mezzo::OptimizerRef, std::shared_ptr<Own>&>);
   Own optimizer({this->parameter()}, typename TypeParam::Options(0.5));
-  EXPECT_EQ(&mezzo::AnyOptimizer(optimizer).optimizer(), &optimizer);
+  EXPECT_EQ(&mezzo::OptimizerRef(optimizer).optimizer(), &optimizer);
 }
 
 TYPED_TEST(ParamGroups, OfAParameterThatIsGivenTwiceOrSharesMemoryAreRefused) {
@@ -243,8 +243,8 @@ typename Kind::Options unusual_options() {
   if constexpr (requires { options.ns_steps(3); }) {
     options.nesterov(false).ns_steps(3).adjust_lr_fn("match_rms_adamw");
   }
-  if constexpr (requires { options.always_adapt(true); }) {
-    options.bias_correction(false).always_adapt(true);
+  if constexpr (requires { options.use_nvlamb(true); }) {
+    options.bias_correction(false).use_nvlamb(true);
   }
   const bool has_amsgrad = !std::same_as<typename Kind::Optimizer, mezzo::optim::AdamW8bit>;
   if constexpr (requires { options.amsgrad(true); }) options.amsgrad(has_amsgrad);
@@ -280,7 +280,8 @@ TYPED_TEST(ParamGroups, GoOnFromAFileBitForBit) {
 // rules notice; ordinary optimizers do not.
 TYPED_TEST(ParamGroups, AParameterThatIsReplacedLeavesNoStateToTheNext) {
   using Options = typename TypeParam::Options;
-  if (!std::derived_from<typename TypeParam::Optimizer, mezzo::optim::FusedOptimizer>) return;
+  if (!std::derived_from<typename TypeParam::Optimizer, mezzo::optim::MixedPrecisionOptimizer>)
+    return;
   typename TypeParam::Optimizer optimizer({this->parameter()}, Options(0.5));
   torch::Tensor& place = optimizer.param_groups()[0].params()[0];
   torch::Tensor first_step;
@@ -304,7 +305,8 @@ TYPED_TEST(ParamGroups, AParameterThatIsReplacedLeavesNoStateToTheNext) {
 // The plan used a state that it then erased with the parameter that it came from.
 TYPED_TEST(ParamGroups, StateMovedToAReplacementIsKept) {
   using Options = typename TypeParam::Options;
-  if (!std::derived_from<typename TypeParam::Optimizer, mezzo::optim::FusedOptimizer>) return;
+  if (!std::derived_from<typename TypeParam::Optimizer, mezzo::optim::MixedPrecisionOptimizer>)
+    return;
   typename TypeParam::Optimizer optimizer({this->parameter()}, Options(0.5));
   typename TypeParam::Optimizer twin({this->parameter()}, Options(0.5));
   const auto step = [&](float gradient) {

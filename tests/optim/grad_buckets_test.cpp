@@ -37,15 +37,15 @@ Tensor loss_of(const std::vector<Tensor>& parameters, double weight = 1.0) {
 
 /// Brings all gradients to their places. Returns the sum of squares of all that lies in the
 /// buffers, the gaps included.
-double sum_of_squares(GradBuckets& buckets) {
-  buckets.reattach_gradients();
+double norm_sq(GradBuckets& buckets) {
+  buckets.copy_grads_to_buckets();
   double sum = 0;
   for (const auto& bucket : buckets.buckets()) {
-    sum += bucket.flat.to(torch::kDouble).square().sum().item<double>();
+    sum += bucket.buffer.to(torch::kDouble).square().sum().item<double>();
     for (const std::size_t number : bucket.parameters) {
       const Tensor& gradient = buckets.parameters()[number].grad();
       if (!gradient.defined()) continue;
-      EXPECT_TRUE(gradient.storage().is_alias_of(bucket.flat.storage())) << number;
+      EXPECT_TRUE(gradient.storage().is_alias_of(bucket.buffer.storage())) << number;
       EXPECT_EQ(gradient.scalar_type(), bucket.dtype) << number;
     }
   }
@@ -55,7 +55,7 @@ double sum_of_squares(GradBuckets& buckets) {
 TEST(GradBuckets, GroupsByDtypeInReverseOrderUpToTheCap) {
   const std::vector<Tensor> parameters{leaf({16}), leaf({16}, torch::kBFloat16), leaf({16}),
                                        leaf({16}), leaf({4}, torch::kDouble)};
-  const GradBuckets buckets(parameters, {.bucket_bytes = 128});
+  const GradBuckets buckets(parameters, {.bucket_cap_bytes = 128});
   ASSERT_EQ(buckets.buckets().size(), 4U);
   const auto numbers = [&](std::size_t i) { return buckets.buckets()[i].parameters; };
   EXPECT_EQ(numbers(0), (std::vector<std::size_t>{4}));
@@ -63,15 +63,15 @@ TEST(GradBuckets, GroupsByDtypeInReverseOrderUpToTheCap) {
   EXPECT_EQ(numbers(1), (std::vector<std::size_t>{3, 2}));
   EXPECT_EQ(numbers(2), (std::vector<std::size_t>{1}));
   EXPECT_EQ(numbers(3), (std::vector<std::size_t>{0}));
-  EXPECT_EQ(buckets.buckets()[1].flat.numel(), 32);
+  EXPECT_EQ(buckets.buckets()[1].buffer.numel(), 32);
 }
 
 TEST(GradBuckets, BeginEachGradientAtACacheLineWithZerosBetween) {
   const std::vector<Tensor> parameters{leaf({3}), leaf({20})};
   GradBuckets buckets(parameters);
   loss_of(parameters, 2).backward();
-  EXPECT_EQ(sum_of_squares(buckets), 4 * 23);
-  const auto& flat = buckets.buckets()[0].flat;
+  EXPECT_EQ(norm_sq(buckets), 4 * 23);
+  const auto& flat = buckets.buckets()[0].buffer;
   EXPECT_EQ(parameters[0].grad().storage_offset(), 32);
   flat.mul_(0.5);  // as an all-reduce would
   EXPECT_TRUE(torch::equal(parameters[0].grad(), torch::ones({3})));
@@ -90,7 +90,7 @@ TEST(GradBuckets, KeepEveryGradientsValueStepAfterStep) {
     }
     loss_of(parameters, step).backward();
     loss_of(parameters, step).backward();
-    EXPECT_EQ(sum_of_squares(buckets), (15 + 7 + 4 + 9) * 4 * step * step);
+    EXPECT_EQ(norm_sq(buckets), (15 + 7 + 4 + 9) * 4 * step * step);
     for (const auto& parameter : parameters) {
       EXPECT_TRUE(torch::equal(parameter.grad(), torch::full_like(parameter, 2 * step)));
     }
@@ -101,12 +101,12 @@ TEST(GradBuckets, FindAGradientThatTheUserReplaced) {
   const std::vector<Tensor> parameters{leaf({3, 4}), leaf({4}), leaf({3})};
   GradBuckets buckets(parameters);
   loss_of(parameters).backward();
-  buckets.reattach_gradients();
+  buckets.copy_grads_to_buckets();
   const auto values = torch::randn({4, 3});
   parameters[0].mutable_grad() = values.t();  // not laid out like the parameter, either
   parameters[1].mutable_grad() = torch::ones({1}).expand({4});
   parameters[2].mutable_grad() = torch::_neg_view(torch::ones({3}));
-  EXPECT_NEAR(sum_of_squares(buckets), 7 + values.square().sum().item<double>(), 1e-5);
+  EXPECT_NEAR(norm_sq(buckets), 7 + values.square().sum().item<double>(), 1e-5);
   EXPECT_TRUE(torch::equal(parameters[0].grad(), values.t()));
   EXPECT_TRUE(parameters[0].grad().is_contiguous());
   EXPECT_TRUE(torch::equal(parameters[1].grad(), torch::ones({4})));
@@ -118,23 +118,23 @@ TEST(GradBuckets, KeepGradientsThatWereExchanged) {
                                               torch::zeros({3}).requires_grad_()};
   mezzo::GradBuckets buckets(parameters);
   for (int i = 0; i < 2; ++i) parameters[i].mutable_grad() = torch::full({3}, float(i + 1));
-  buckets.reattach_gradients();
+  buckets.copy_grads_to_buckets();
   std::swap(parameters[0].mutable_grad(), parameters[1].mutable_grad());
-  buckets.reattach_gradients();
+  buckets.copy_grads_to_buckets();
   EXPECT_TRUE(torch::equal(parameters[0].grad(), torch::full({3}, 2.0F)));
   EXPECT_TRUE(torch::equal(parameters[1].grad(), torch::full({3}, 1.0F)));
-  EXPECT_TRUE(parameters[0].grad().is_same(buckets.place(0)));
+  EXPECT_TRUE(parameters[0].grad().is_same(buckets.bucket_view(0)));
 }
 
 TEST(GradBuckets, LeaveOutUnusedAndFrozenParameters) {
   const std::vector<Tensor> parameters{leaf({3}), leaf({4}), torch::ones({5})};
   GradBuckets buckets(parameters);
   loss_of(parameters).backward();
-  EXPECT_EQ(sum_of_squares(buckets), 7);
+  EXPECT_EQ(norm_sq(buckets), 7);
   buckets.zero_grad();
   parameters[1].set_requires_grad(false);
   loss_of(parameters).backward();
-  EXPECT_EQ(sum_of_squares(buckets), 3) << "what was there before is gone";
+  EXPECT_EQ(norm_sq(buckets), 3) << "what was there before is gone";
   EXPECT_FALSE(parameters[1].grad().defined());
 }
 
@@ -154,7 +154,7 @@ TEST(GradBuckets, TakeParametersOfAnyLayoutAndSize) {
     for (const auto& parameter : parameters) {
       expected += parameter.grad().to(torch::kDouble).square().sum().item<double>();
     }
-    EXPECT_NEAR(sum_of_squares(buckets), expected, 1e-9 * expected);
+    EXPECT_NEAR(norm_sq(buckets), expected, 1e-9 * expected);
     for (const auto& parameter : parameters) {
       EXPECT_TRUE(torch::equal(parameter.grad(), 2 * parameter.detach()));
     }
@@ -166,7 +166,7 @@ TEST(GradBuckets, TakeParametersOfAnyLayoutAndSize) {
 TEST(GradBuckets, HoldNothing) {
   GradBuckets buckets(std::vector<Tensor>{});
   EXPECT_TRUE(buckets.buckets().empty());
-  EXPECT_EQ(sum_of_squares(buckets), 0);
+  EXPECT_EQ(norm_sq(buckets), 0);
   buckets.zero_grad(false);
   buckets.zero_grad();
 }
@@ -186,7 +186,7 @@ TEST(GradBuckets, ConvertAGradientOfAnotherFloatingDtype) {
   const auto parameter = leaf({4});
   GradBuckets buckets({parameter});
   parameter.mutable_grad() = torch::full({4}, 1. / 3, torch::kDouble);
-  buckets.reattach_gradients();
+  buckets.copy_grads_to_buckets();
   EXPECT_TRUE(torch::equal(parameter.grad(), torch::full({4}, 1. / 3)));
 }
 
@@ -196,7 +196,7 @@ TEST(GradBuckets, AreOfTheDtypeInWhichAutogradAddsUp) {
   GradBuckets buckets({parameter});
   EXPECT_EQ(buckets.buckets()[0].dtype, torch::kFloat);
   for (int i = 0; i < 1000; ++i) parameter.sum().backward();
-  EXPECT_EQ(sum_of_squares(buckets), 4 * 1e6);
+  EXPECT_EQ(norm_sq(buckets), 4 * 1e6);
 }
 
 TEST(GradBuckets, RefuseWhatTheyWouldRoundOrCannotHold) {
@@ -204,11 +204,11 @@ TEST(GradBuckets, RefuseWhatTheyWouldRoundOrCannotHold) {
     const auto parameter = leaf({4}, dtype);
     GradBuckets buckets({parameter});
     parameter.mutable_grad() = torch::full({4}, 1e-8F);  // as unscaled for a master
-    EXPECT_THAT(message_of([&] { buckets.reattach_gradients(); }),
+    EXPECT_THAT(message_of([&] { buckets.copy_grads_to_buckets(); }),
                 testing::AllOf(HasSubstr("the gradient of parameter 0"), HasSubstr("zero_grad()")));
     EXPECT_TRUE(torch::equal(parameter.grad(), torch::full({4}, 1e-8F)));
     parameter.set_grad_dtype(torch::kFloat);
-    EXPECT_THAT(message_of([&] { buckets.reattach_gradients(); }),
+    EXPECT_THAT(message_of([&] { buckets.copy_grads_to_buckets(); }),
                 HasSubstr("accumulate_in_float"));
   }
   const std::vector<Tensor> parameters{leaf({3}), leaf({4})};
@@ -217,16 +217,16 @@ TEST(GradBuckets, RefuseWhatTheyWouldRoundOrCannotHold) {
                             torch::ones({2, 2}), torch::ones({4}, torch::kMeta)}) {
     // libtorch checks a gradient's dtype itself where it is set by its own calls.
     parameters[1].mutable_grad() = bad;
-    EXPECT_THAT(message_of([&] { buckets.reattach_gradients(); }),
+    EXPECT_THAT(message_of([&] { buckets.copy_grads_to_buckets(); }),
                 HasSubstr("the gradient of parameter 1 (float32 [4] on cpu) is"));
   }
   parameters[1].mutable_grad() = torch::ones({4});
-  EXPECT_EQ(sum_of_squares(buckets), 4);
+  EXPECT_EQ(norm_sq(buckets), 4);
   const auto parameter = leaf({4});
   GradBuckets own({parameter});
   parameter.set_data(torch::ones({2, 2}));
   parameter.mutable_grad() = torch::ones({4});
-  EXPECT_THAT(message_of([&] { own.reattach_gradients(); }), HasSubstr("and their place is"));
+  EXPECT_THAT(message_of([&] { own.copy_grads_to_buckets(); }), HasSubstr("and their place is"));
 }
 
 TEST(GradBuckets, NameAParameterThatCannotHaveAPlace) {
@@ -246,8 +246,8 @@ TEST(GradBuckets, NameAParameterThatCannotHaveAPlace) {
     return torch::ones({3});
   }();
   EXPECT_THAT(message_of([&] { GradBuckets({inference}); }), HasSubstr("under c10::InferenceMode"));
-  EXPECT_THAT(message_of([&] { GradBuckets({twice}, {.bucket_bytes = 0}); }),
-              HasSubstr("bucket_bytes is 0"));
+  EXPECT_THAT(message_of([&] { GradBuckets({twice}, {.bucket_cap_bytes = 0}); }),
+              HasSubstr("bucket_cap_bytes is 0"));
 }
 
 TEST(GradBuckets, TrainToTheBitsOfALoopWithoutThem) {
@@ -260,7 +260,7 @@ TEST(GradBuckets, TrainToTheBitsOfALoopWithoutThem) {
     for (int step = 0; step < 4; ++step) {
       has_buckets ? buckets.zero_grad(/*set_to_none=*/false) : optimizer.zero_grad();
       scaler.scale(model(torch::randn({3, 7})).square().mean()).backward();
-      if (has_buckets) buckets.reattach_gradients();
+      if (has_buckets) buckets.copy_grads_to_buckets();
       scaler.step(optimizer, {.max_norm = 0.5});
       scaler.update();
     }

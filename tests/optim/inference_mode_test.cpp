@@ -101,7 +101,7 @@ TYPED_TEST(StepUnderInference, TakesGradientsThatWereMadeThere) {
       const c10::InferenceMode inference;
       parameter.mutable_grad() = is_dense ? torch::ones({kNumel, 2}) : torch::ones({2, kNumel}).t();
     }
-    EXPECT_TRUE(scaler.step(optimizer, {.zero_grad = true}).ran());
+    EXPECT_TRUE(scaler.step(optimizer, {.zero_grad = true}).applied());
     EXPECT_FALSE(torch::equal(parameter, torch::ones({kNumel, 2})));
     EXPECT_FALSE(parameter.grad().any().template item<bool>());
   }
@@ -170,7 +170,7 @@ TEST(ScalerUnderInference, UnscalesGradientsThatWereMadeThereOnce) {
   scaler.unscale_(optimizer);
   EXPECT_TRUE(dense.grad().eq(2).all().item<bool>());
   EXPECT_TRUE(with_gaps.grad().eq(2).all().item<bool>());
-  EXPECT_TRUE(scaler.step(optimizer, {.zero_grad = true}).ran());
+  EXPECT_TRUE(scaler.step(optimizer, {.zero_grad = true}).applied());
   EXPECT_FALSE(with_gaps.grad().any().item<bool>());
 }
 
@@ -180,7 +180,7 @@ TEST(ScalerUnderInference, IsUpdatedOutsideOfIt) {
   mezzo::GradScaler scaler({.init_scale = 4.F, .growth_interval = 1});
   const auto step = [&] {
     parameter.mutable_grad() = torch::ones({kNumel});
-    EXPECT_TRUE(scaler.step(optimizer, {.max_norm = 1.0, .zero_grad = true}).ran());
+    EXPECT_TRUE(scaler.step(optimizer, {.max_norm = 1.0, .zero_grad = true}).applied());
   };
   {
     const c10::InferenceMode inference;
@@ -204,7 +204,7 @@ TEST(ScalerUnderInference, GradientsOfMastersThatItMadeFloatAreClearedOutsideOfI
     const c10::InferenceMode inference;
     scaler.unscale_(optimizer);
   }
-  EXPECT_TRUE(scaler.step(optimizer).ran());
+  EXPECT_TRUE(scaler.step(optimizer).applied());
   EXPECT_EQ(parameter[0].item<float>(), 0.5F);
   optimizer.zero_grad(/*set_to_none=*/false);
   EXPECT_FALSE(parameter.grad().any().item<bool>());

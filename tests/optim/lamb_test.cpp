@@ -39,7 +39,7 @@ class LambInOps {
     const auto update =
         mean / (square.sqrt() + options_.eps()) + options_.weight_decay() * parameter_;
     double ratio = 1;
-    if (options_.weight_decay() != 0 || options_.always_adapt()) {
+    if (options_.weight_decay() != 0 || options_.use_nvlamb()) {
       const double parameter_norm = parameter_.to(torch::kDouble).norm().item<double>();
       const double update_norm = update.to(torch::kDouble).norm().item<double>();
       if (parameter_norm > 0 && update_norm > 0) ratio = parameter_norm / update_norm;
@@ -100,7 +100,7 @@ TEST(LAMB, TakesThePapersStepsWithEveryOption) {
   for (const auto& options :
        {LAMBOptions(1e-2).weight_decay(0.3).betas({0.8, 0.95}).eps(1e-3),
         LAMBOptions(1e-2).bias_correction(false), LAMBOptions(1e-2).weight_decay(0),
-        LAMBOptions(1e-2).weight_decay(0).always_adapt(true)}) {
+        LAMBOptions(1e-2).weight_decay(0).use_nvlamb(true)}) {
     expect_plain_steps(torch::kDouble, options, /*steps=*/10, 2e-15);
   }
 }
@@ -112,13 +112,13 @@ TEST(LAMB, HasApexsDefaults) {
   EXPECT_EQ(options.eps(), 1e-6);
   EXPECT_EQ(options.weight_decay(), 0.01);
   EXPECT_TRUE(options.bias_correction());
-  EXPECT_FALSE(options.always_adapt());
+  EXPECT_FALSE(options.use_nvlamb());
 }
 
 // In a first step with bias correction each element of the update is 1 or -1 (eps 0).
 TEST(LAMB, StepsAsFarAsTheRateTimesTheParameterIsLong) {
   const auto x = torch::tensor({3.0, 0.0, -4.0, 0.0}, torch::kDouble);
-  LAMB optimizer({x}, LAMBOptions(0.1).weight_decay(0).eps(0).always_adapt(true));
+  LAMB optimizer({x}, LAMBOptions(0.1).weight_decay(0).eps(0).use_nvlamb(true));
   x.mutable_grad() = torch::tensor({1.0, -7.0, 0.5, 2.0}, torch::kDouble);
   optimizer.step();
   const auto expected = torch::tensor({2.75, 0.25, -4.25, -0.25}, torch::kDouble);
@@ -137,7 +137,7 @@ TEST(LAMB, TakesAdamsStepsInGroupsWithoutWeightDecay) {
 TEST(LAMB, HasATrustRatioOfOneForAParameterOrAnUpdateOfZeros) {
   const auto zeros = torch::zeros({4}, torch::kDouble);
   const auto still = torch::tensor({3.0, 4.0}, torch::kDouble);
-  LAMB optimizer({zeros, still}, LAMBOptions(0.5).eps(1).weight_decay(0).always_adapt(true));
+  LAMB optimizer({zeros, still}, LAMBOptions(0.5).eps(1).weight_decay(0).use_nvlamb(true));
   zeros.mutable_grad() = torch::full({4}, 3.0, torch::kDouble);
   still.mutable_grad() = torch::zeros({2}, torch::kDouble);
   optimizer.step();

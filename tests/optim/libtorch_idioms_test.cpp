@@ -199,7 +199,7 @@ TYPED_TEST(LibtorchIdioms, AFileBringsItsStorageAndSeedAndKeepsReferencesToOptio
   const torch::optim::OptimizerOptions& options = optimizer.param_groups()[0].options();
   torch::load(optimizer, file);
   EXPECT_EQ(options.get_lr(), 0.5);
-  EXPECT_TRUE(optimizer.weight_options() == kWeights);
+  EXPECT_TRUE(optimizer.weight_storage_options() == kWeights);
   EXPECT_EQ(optimizer.applied_steps(), 0);
   EXPECT_TRUE(optimizer.state().empty());
 }
@@ -264,13 +264,13 @@ TYPED_TEST(LibtorchIdioms, ClonesOfStatesKeepAllOfThem) {
 
 TYPED_TEST(LibtorchIdioms, CopiesOfStatesCountAlone) {
   typename TypeParam::OurState state;
-  state.count().move_to(torch::full({}, 3.0F));
+  state.step_count().move_to(torch::full({}, 3.0F));
   const auto clone = state.clone();
   auto& cloned = dynamic_cast<typename TypeParam::OurState&>(*clone);
   typename TypeParam::OurState assigned;
   assigned = state;
-  cloned.count().overwrite(7);
-  assigned.count().overwrite(9);
+  cloned.step_count().overwrite(7);
+  assigned.step_count().overwrite(9);
   EXPECT_EQ(state.step(), 3);
   EXPECT_EQ(cloned.step(), 7);
   EXPECT_EQ(assigned.step(), 9);
@@ -280,7 +280,7 @@ TEST(OptionsOfMezzo, AreEqualWhereAllOfThemAreThoughLibtorchHasNoSuchOptimizer) 
   using mezzo::optim::LAMBOptions;
   using mezzo::optim::LionOptions;
   EXPECT_TRUE(LAMBOptions(0.5) == LAMBOptions(0.5));
-  EXPECT_FALSE(LAMBOptions(0.5) == LAMBOptions(0.5).always_adapt(true));
+  EXPECT_FALSE(LAMBOptions(0.5) == LAMBOptions(0.5).use_nvlamb(true));
   EXPECT_TRUE(LionOptions(0.5) == LionOptions(0.5));
   EXPECT_FALSE(LionOptions(0.5) == LionOptions(0.25));
 }
@@ -318,18 +318,18 @@ TEST(StatesOfMezzo, WriteAStepToWhereTheDeviceCounts) {
   const auto on_device = torch::full({}, 5.0F);
   state.step(3);
   EXPECT_EQ(state.step(), 3) << "on the host";
-  state.count().move_to(on_device);
+  state.step_count().move_to(on_device);
   EXPECT_EQ(state.step(), 5);
   EXPECT_EQ(std::as_const(as_theirs).step(), -1);
   state.step(2);
   EXPECT_EQ(on_device.item<float>(), 2.0F) << "captured graphs go on from there";
   as_theirs.step(0);
   EXPECT_EQ(state.step(), 0);
-  EXPECT_TRUE(state.count().on_device().is_same(on_device)) << "captured graphs write there";
+  EXPECT_TRUE(state.step_count().on_device().is_same(on_device)) << "captured graphs write there";
   EXPECT_EQ(on_device.item<float>(), 0.0F);
   EXPECT_THAT([&] { state.step(-1); }, ThrowsMessage<c10::Error>(HasSubstr("has step -1")));
   as_theirs.step(-3);
-  EXPECT_THAT([&] { (void)state.count().on_device(); },
+  EXPECT_THAT([&] { (void)state.step_count().on_device(); },
               ThrowsMessage<c10::Error>(HasSubstr("has step -3")));
 }
 

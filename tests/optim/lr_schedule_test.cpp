@@ -135,7 +135,7 @@ double lr_of(const torch::optim::Optimizer& optimizer, std::size_t group = 0) {
   return optimizer.param_groups()[group].options().get_lr();
 }
 
-StepResult known(bool ran) { return StepResult({.ran = ran}); }
+StepResult known(bool ran) { return StepResult({.applied = ran}); }
 
 torch::optim::OptimizerParamGroup group_with(double lr) {
   return {{weight()}, std::make_unique<torch::optim::SGDOptions>(lr)};
@@ -264,17 +264,17 @@ TEST(ShownLr, IsTheRateOfTheNextStepWithEveryOptimizer) {
 }
 
 /// Of a step that a device decides: known once somebody says so.
-class LaterOutcome final : public mezzo::StepSlot {
+class LaterOutcome final : public mezzo::StepFuture {
  public:
   bool ready() const noexcept override { return is_known; }
-  const mezzo::StepOutcome& outcome() override {
+  const mezzo::StepResult::Values& values() override {
     EXPECT_TRUE(is_known) << "the schedule waited for a device";
     return outcome_;
   }
   bool is_known = false;
 
  private:
-  mezzo::StepOutcome outcome_{.ran = true};
+  mezzo::StepResult::Values outcome_{.applied = true};
 };
 
 /// Counts in a tensor, as for parameters on a GPU.
@@ -282,7 +282,7 @@ struct CountsInATensor : mezzo::optim::SGD {
   using SGD::SGD;
   void take_step() {
     step();
-    applied_steps_.count().move_to(torch::full({}, static_cast<float>(applied_steps())));
+    applied_steps_.step_count().move_to(torch::full({}, static_cast<float>(applied_steps())));
   }
 };
 
@@ -297,7 +297,7 @@ TEST(ShownLr, FollowsTheStepsThatTheHostKnowsOfWhereADeviceDecides) {
     outcomes.push_back(std::make_shared<LaterOutcome>());
     schedule.step(StepResult(outcomes.back()));
   }
-  ASSERT_FALSE(optimizer.counts_on_host());
+  ASSERT_FALSE(optimizer.has_host_step_count());
   EXPECT_EQ(lr_of(optimizer), 1.0);
   EXPECT_THAT(schedule.lrs(), ElementsAre(0.625)) << "after three steps, asked of the device";
   outcomes[0]->is_known = true;
@@ -617,7 +617,7 @@ TEST(LrScheduleFiles, AreRefusedWholeForOtherGroupsAndForOtherFiles) {
 
 // --- A schedule as a table, indexed by the steps that were applied.
 
-GradStats verdict_of(bool found_inf) {
+GradStats make_grad_stats(bool found_inf) {
   return {torch::ones({}), torch::full({}, found_inf ? 1.0F : 0.0F)};
 }
 
@@ -626,7 +626,7 @@ TEST(LrFactors, StepEveryWayToKeepWeights) {
   for (const test_support::WeightStorageCase& storage_case : test_support::weight_storage_cases()) {
     const torch::Tensor parameter = torch::zeros({2}, storage_case.dtype).requires_grad_();
     const test_support::OwnedOptimizer owned = storage_case.make({parameter});
-    mezzo::optim::FusedOptimizer* const optimizer = owned.ref().mezzos();
+    mezzo::optim::MixedPrecisionOptimizer* const optimizer = owned.ref().mixed_precision();
     if (optimizer == nullptr) continue;
     SCOPED_TRACE(storage_case.name);
     optimizer->set_lr_factors({1.0, 0.5, 0.25, 0.125});
@@ -660,7 +660,7 @@ class Distances : public testing::TestWithParam<bool> {
   double step(bool found_inf = false) {
     const double before = parameter_.item<double>();
     parameter_.mutable_grad() = torch::ones({}, torch::kDouble);
-    optimizer_.apply(optimizer_.plan(), verdict_of(found_inf));
+    optimizer_.apply(optimizer_.plan(), make_grad_stats(found_inf));
     return before - parameter_.item<double>();
   }
 

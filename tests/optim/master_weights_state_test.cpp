@@ -43,9 +43,9 @@ TEST(MasterWeightsState, MastersInAnEmaScopeAreRefused) {
   step(masters, weight, 1);
   const auto before = mezzo::master_params(masters)[0].clone();
   {
-    const mezzo::EmaScope averages(ema);
+    const mezzo::EmaGuard averages(ema);
     EXPECT_THAT(message_of([&] { (void)mezzo::master_params(masters); }),
-                HasSubstr("holds an average, for an EmaScope is alive"));
+                HasSubstr("holds an average, for an EmaGuard is alive"));
     weight.mutable_grad() = torch::ones_like(weight);
     EXPECT_THAT(message_of([&] { masters.step(); }), HasSubstr("holds an average"));
   }
@@ -106,7 +106,7 @@ TEST(MasterWeightsState, SparseGradientsAreAddedBeforeTheyAreClipped) {
     const auto values = torch::tensor({1.0, 10.0, -11.0, 5.0}).to(torch::kBFloat16).view({4, 1});
     weight.mutable_grad() = torch::sparse_coo_tensor(indices, values, {3, 1});
     auto plan = masters.plan();
-    const auto stats = masters.read(plan, torch::ones({1}));
+    const auto stats = masters.grad_stats(plan, torch::ones({1}));
     masters.apply(std::move(plan), stats, {.max_norm = max_norm});
     EXPECT_EQ(weight[0][0].item<float>(), 1) << max_norm;
     EXPECT_LT(weight[1][0].item<float>(), 0.5);

@@ -35,10 +35,10 @@
 namespace master_weights_test {
 namespace {
 
-using mezzo::AnyOptimizer;
 using mezzo::GradScaler;
 using mezzo::master_params;
 using mezzo::MasterWeights;
+using mezzo::OptimizerRef;
 using mezzo::StepOptions;
 using mezzo::optim::WeightStorage;
 using test_support::bitwise_equal;
@@ -162,7 +162,7 @@ TEST_P(StepOfDtype, TrainsTheBitsOfAFloatModel) {
     for (int step = 0; step < 8; ++step) {
       model.set_gradients(step);
       floats.take_gradients(model);
-      EXPECT_TRUE(scaler.step(optimizer).ran());
+      EXPECT_TRUE(scaler.step(optimizer).applied());
       scaler.update();
       reference->step();
     }
@@ -195,7 +195,7 @@ TEST(MasterWeightsStep, LeavesTheGradientOfAFloatParameterThatIsGivenTwice) {
   const auto gradient = torch::full({2}, 0.25 * kScale);
   tied.mutable_grad() = gradient;
   half.mutable_grad() = gradient.to(torch::kHalf);
-  EXPECT_TRUE(scaler.step(optimizer).ran());
+  EXPECT_TRUE(scaler.step(optimizer).applied());
   EXPECT_TRUE(tied.grad().is_same(gradient));
   EXPECT_EQ(tied[0].item<float>(), 0.5F) << "libtorch's SGD steps twice";
   EXPECT_EQ(half[0].item<float>(), 0.75F);
@@ -374,7 +374,7 @@ TEST(MasterWeightsStep, PutsEverythingBackWhenTheInnerStepThrows) {
     EXPECT_TRUE(masters[i].grad().is_same(all[i].grad())) << i;
   }
   inner.throw_at = -1;
-  EXPECT_TRUE(scaler.step(optimizer).ran()) << "the iteration goes on where it stood";
+  EXPECT_TRUE(scaler.step(optimizer).applied()) << "the iteration goes on where it stood";
   EXPECT_EQ(all[0][0].item<float>(), -3.0F);
   EXPECT_EQ(all[2][0].item<float>(), -1.0F);
 }
@@ -417,7 +417,7 @@ TEST(MasterWeightsStep, AModelThatIsCastMeanwhileTrainsAsWhatItIs) {
 
 // Whoever has a reference to an optimizer has the one whose groups count.
 static_assert(!std::convertible_to<MasterWeights&, Optimizer&>);
-static_assert(std::convertible_to<MasterWeights&, mezzo::AnyOptimizer>);
+static_assert(std::convertible_to<MasterWeights&, mezzo::OptimizerRef>);
 
 torch::Tensor half_parameter() { return torch::zeros({2}, torch::kHalf).requires_grad_(); }
 
@@ -437,7 +437,7 @@ class OptionsOfTheInner : public testing::Test {
 
 TEST_F(OptionsOfTheInner, AreTakenByTheNextStepAndReachedThroughEither) {
   EXPECT_EQ(&masters_.optimizer(), &inner_);
-  EXPECT_EQ(&mezzo::AnyOptimizer(masters_).optimizer(), &inner_);
+  EXPECT_EQ(&mezzo::OptimizerRef(masters_).optimizer(), &inner_);
   masters_.optimizer().param_groups()[0].options().set_lr(0.0625);
   EXPECT_EQ(inner_.param_groups()[0].options().get_lr(), 0.0625);
   step();
@@ -526,7 +526,7 @@ template <class Step>
 Model trained(torch::ScalarType dtype, const MakeKeeper& make, bool unscales, const Step& step) {
   const Model model(dtype, /*has_gaps=*/false);
   const OwnedOptimizer owned = make(model.groups());
-  AnyOptimizer optimizer = owned.ref();
+  OptimizerRef optimizer = owned.ref();
   GradScaler scaler = make_silent_scaler();
   for (int number = 0; number < 7; ++number) {
     model.set_gradients(number, scaler.get_scale());
@@ -589,7 +589,7 @@ class Unscaled : public testing::TestWithParam<bool> {
   torch::Tensor x_ = torch::zeros({2}, torch::kHalf).requires_grad_();
   torch::Tensor y_ = torch::zeros({2}).requires_grad_();
   OwnedOptimizer owned_ = owned({x_, y_});
-  AnyOptimizer optimizer_ = owned_.ref();
+  OptimizerRef optimizer_ = owned_.ref();
   GradScaler scaler_ = make_silent_scaler();
 };
 INSTANTIATE_TEST_SUITE_P(Masters, Unscaled, testing::Bool(), [](const auto& one) {
@@ -603,7 +603,7 @@ TEST_P(Unscaled, GradientsAreTheWeightsOwnInFloatAndShownAtTheMasters) {
   EXPECT_TRUE(master().grad().is_same(x_.grad()));
   EXPECT_THAT(y_.grad(), BitwiseEqual(torch::full({2}, 3.0F)));
   EXPECT_TRUE(master_params(optimizer_)[1].is_same(y_));
-  EXPECT_TRUE(scaler_.step(optimizer_).ran());
+  EXPECT_TRUE(scaler_.step(optimizer_).applied());
   EXPECT_EQ(value(), -3.0F);
   EXPECT_EQ(y_[0].item<float>(), -3.0F);
   EXPECT_THAT(x_.grad(), BitwiseEqual(torch::full({2}, 3.0F))) << "a step writes no gradient";
@@ -644,7 +644,7 @@ TEST(UnscaledMasters, HalfWithoutAMasterIsStillRefused) {
                 ThrowsMessage<c10::Error>(HasSubstr("Attempting to unscale FP16 gradients.")));
   }
   mezzo::optim::SGD kept({x}, mezzo::optim::SGDOptions(1.0), kMasters);
-  EXPECT_TRUE(scaler.step(kept).ran());
+  EXPECT_TRUE(scaler.step(kept).applied());
 }
 
 TEST(MasterParams, AreTheParametersWhereThereAreNoMasters) {
@@ -668,7 +668,7 @@ TEST(MasterParams, AreMadeBeforeTheFirstStepAndStayTheSameTensors) {
   for (const MakeKeeper& make : {weight_storage_cases().front(), weight_storage_cases().back()}) {
     const Model model(torch::kHalf, /*has_gaps=*/false);
     const OwnedOptimizer owned = make(model.groups());
-    AnyOptimizer optimizer = owned.ref();
+    OptimizerRef optimizer = owned.ref();
     const Tensors before = master_params(optimizer);
     for (std::size_t i = 0; i < before.size(); ++i) {
       EXPECT_THAT(before[i], BitwiseEqual(model.parameters[i].to(torch::kFloat))) << i;
@@ -696,7 +696,7 @@ TEST(MasterParams, OfSplitMastersThereAreNone) {
   x.mutable_grad() = torch::full_like(x, kScale);
   scaler.unscale_(split);
   EXPECT_EQ(x.grad()[0].item<float>(), 1.0F);
-  EXPECT_TRUE(scaler.step(split).ran());
+  EXPECT_TRUE(scaler.step(split).applied());
   EXPECT_EQ(x[0].item<float>(), -1.0F);
 }
 

@@ -120,7 +120,7 @@ TEST(Muon, IsAnyOptimizerToScalerAndSchedule) {
   auto skipped = scaler.step(optimizer, {.max_norm = 1.0, .zero_grad = true});
   scaler.update();
   schedule.step(skipped);
-  EXPECT_FALSE(skipped.ran());
+  EXPECT_FALSE(skipped.applied());
   EXPECT_TRUE(weight.equal(before)) << weight;
   EXPECT_EQ(optimizer.param_groups()[0].options().get_lr(), 2e-2);
   scaler.scale(x.mm(weight).pow(2).sum()).backward();

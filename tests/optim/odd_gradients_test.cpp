@@ -31,9 +31,9 @@
 
 namespace {
 
-using mezzo::AnyOptimizer;
 using mezzo::GradBuckets;
 using mezzo::GradScaler;
+using mezzo::OptimizerRef;
 using mezzo::optim::WeightStorage;
 using test_support::bitwise_equal;
 using test_support::BitwiseEqual;
@@ -47,7 +47,7 @@ struct Stepper {
   std::shared_ptr<torch::optim::Optimizer> optimizer{};
   std::shared_ptr<mezzo::MasterWeights> masters{};
 
-  AnyOptimizer ref() const { return masters ? AnyOptimizer(*masters) : AnyOptimizer(*optimizer); }
+  OptimizerRef ref() const { return masters ? OptimizerRef(*masters) : OptimizerRef(*optimizer); }
   mezzo::StepResult step(GradScaler& scaler, const mezzo::StepOptions& options) const {
     return scaler.step(ref(), options);
   }
@@ -176,7 +176,7 @@ const std::vector<std::string> kForms{"Plain",
 const std::vector<std::string> kRefusedForms{"Integer",   "Bool", "Complex",       "Float8",
                                              "Quantised", "Meta", "CompressedRows"};
 
-std::string bytes_of(const AnyOptimizer& optimizer) {
+std::string bytes_of(const OptimizerRef& optimizer) {
   torch::serialize::OutputArchive archive;
   optimizer.save(archive);
   std::ostringstream stream;
@@ -208,7 +208,7 @@ struct Trained {
   }
 
   std::vector<Tensor> weights() const { return test_support::clone_all(parameters); }
-  AnyOptimizer ref() const { return stepper.ref(); }
+  OptimizerRef ref() const { return stepper.ref(); }
   mezzo::StepResult step(const mezzo::StepOptions& options) {
     return stepper.step(scaler, options);
   }
@@ -325,7 +325,7 @@ TEST_P(Abuse, AnInfInAGradientOfOddMemorySkipsTheStep) {
       const std::string state = bytes_of(training.ref());
       std::optional<mezzo::StepResult> result;
       if (message_of([&] { result = take_step(training, call); }) != "no error") continue;
-      EXPECT_FALSE(result->ran());
+      EXPECT_FALSE(result->applied());
       EXPECT_THAT(training.weights(), BitwiseEqual(before));
       EXPECT_EQ(bytes_of(training.ref()), state);
       EXPECT_EQ(training.scaler.get_scale(), kLossScale / 2);
@@ -347,7 +347,7 @@ TEST_P(Abuse, NanInEveryStepChangesNothingAndTheScaleStaysAboveZero) {
       for (const Tensor& parameter : training.parameters) {
         parameter.mutable_grad() = torch::full_like(parameter, NAN);
       }
-      EXPECT_FALSE(take_step(training, call)->ran());
+      EXPECT_FALSE(take_step(training, call)->applied());
     }
     EXPECT_THAT(training.weights(), BitwiseEqual(before));
     EXPECT_EQ(bytes_of(training.ref()), state);
@@ -358,7 +358,7 @@ TEST_P(Abuse, NanInEveryStepChangesNothingAndTheScaleStaysAboveZero) {
     for (const Tensor& parameter : training.parameters) {
       parameter.mutable_grad() = torch::full_like(parameter, scale);
     }
-    EXPECT_TRUE(take_step(training, call)->ran());
+    EXPECT_TRUE(take_step(training, call)->applied());
     EXPECT_TRUE(torch::isfinite(training.weights()[1]).all().item<bool>());
     EXPECT_FALSE(bitwise_equal(training.weights()[1], before[1]));
   }
@@ -379,13 +379,13 @@ TEST_P(Abuse, AnInfInOneOfSeveralMicroBatchesSkipsTheStep) {
       }
     };
     accumulate(false);
-    EXPECT_TRUE(training.step().ran());
+    EXPECT_TRUE(training.step().applied());
     training.scaler.update();
     for (const Tensor& parameter : training.parameters) parameter.mutable_grad() = Tensor();
     const auto before = training.weights();
     const std::string state = bytes_of(training.ref());
     accumulate(true);
-    EXPECT_FALSE(training.step().ran());
+    EXPECT_FALSE(training.step().applied());
     training.scaler.update();
     EXPECT_THAT(training.weights(), BitwiseEqual(before));
     EXPECT_EQ(bytes_of(training.ref()), state);

@@ -100,8 +100,8 @@ std::vector<OptimizerCase> optimizer_cases() {
 /// Returns the tensors of a state, whichever optimizer's it is.
 std::vector<Tensor*> tensors_in(to::OptimizerParamState& state) {
   std::vector<Tensor*> all;
-  if (auto* const kept = dynamic_cast<mezzo::detail::ParamSlot*>(&state)) {
-    all = {&kept->master, &kept->lower_half};
+  if (auto* const kept = dynamic_cast<mezzo::detail::FusedParamStateBase*>(&state)) {
+    all = {&kept->master, &kept->low_bits};
   }
   if (auto* const adam = dynamic_cast<to::AdamParamState*>(&state)) {
     all.insert(all.end(), {&adam->exp_avg(), &adam->exp_avg_sq(), &adam->max_exp_avg_sq()});
@@ -153,7 +153,8 @@ void expect_same_steps_from(const std::string& form_name, const Form& form, bool
     const MatrixRun first(one), second(one);
     first.steps(0, 2);
     second.steps(0, 2);
-    const bool is_fused = dynamic_cast<mezzo::detail::ParamSlot*>(&first.state()) != nullptr;
+    const bool is_fused =
+        dynamic_cast<mezzo::detail::FusedParamStateBase*>(&first.state()) != nullptr;
     if (of_fused && !is_fused) continue;
     const auto of_first = tensors_in(first.state()), of_second = tensors_in(second.state());
     ASSERT_FALSE(of_first.empty());
@@ -251,7 +252,7 @@ TYPED_TEST(FusedOptimizerState, ACopyOutlivesTheParameterItCameFrom) {
 TYPED_TEST(FusedOptimizerState, ACopyCountsByItself) {
   using State = typename TypeParam::State;
   State state;
-  state.count().move_to(torch::full({}, 3.0F));  // as where a device counts
+  state.step_count().move_to(torch::full({}, 3.0F));  // as where a device counts
   State copy(state), assigned;
   assigned = state;
   for (State* const one : {&copy, &assigned}) {  // clone() makes the first
@@ -275,7 +276,7 @@ TYPED_TEST(FusedOptimizerState, ACastParameterKeepsNoMaster) {
       step(0.01);
       auto& state = test_support::get_param_state<typename TypeParam::State>(optimizer, weight);
       EXPECT_FALSE(state.master().defined()) << "of a float weight";
-      EXPECT_FALSE(state.lower_half().defined()) << "of a float weight";
+      EXPECT_FALSE(state.low_bits().defined()) << "of a float weight";
     }
   }
 }
@@ -365,11 +366,11 @@ TEST(LoadedMasters, WeightsWrittenAfterALoadCountWhole) {
     const Tensor weight = torch::linspace(1, 2, 65).to(storage_case.dtype).requires_grad_();
     const OwnedOptimizer saver = storage_case.make({weight});
     step(saver, weight, 0x1.8p-10);  // which leaves bits below those of 16-bit weights
-    mezzo::AnyOptimizer saved = saver.ref();
+    mezzo::OptimizerRef saved = saver.ref();
     const std::string file = test_support::save_to_string(saved);
     const Tensor fresh = torch::linspace(4, 3, 65).to(storage_case.dtype).requires_grad_();
     const OwnedOptimizer loader = storage_case.make({weight}), twin = storage_case.make({fresh});
-    mezzo::AnyOptimizer loaded = loader.ref();
+    mezzo::OptimizerRef loaded = loader.ref();
     test_support::load_from_string(loaded, file);
     {
       const torch::NoGradGuard no_grad;

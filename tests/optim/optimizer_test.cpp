@@ -1,7 +1,7 @@
 // The three calls that a step is made of, without a GradScaler: plan, read and apply.
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/lion.h>
-#include <mezzo/optim/optimizer.h>
+#include <mezzo/optim/optimizer_ref.h>
 #include <mezzo/optim/sgd.h>
 #include <mezzo/scaling/grad_scaler.h>
 
@@ -55,23 +55,23 @@ TEST(StepPlan, HasARowForEachGradient) {
   const auto x = with_gradient({12, 0}), y = with_gradient({-16}), unused = torch::ones({3});
   SGD optimizer({x, unused, y}, SGDOptions(1.0));
   const auto plan = optimizer.plan();
-  ASSERT_EQ(plan.rows.size(), 2U);
-  EXPECT_TRUE(plan.rows[1].gradient.is_same(y.grad()));
-  EXPECT_EQ(plan.rows[1].param_index, 2U) << "among all parameters";
-  EXPECT_FALSE(plan.has_bare_half);
-  EXPECT_TRUE(SGD({unused}, SGDOptions(1.0)).plan().rows.empty());
+  ASSERT_EQ(plan.params.size(), 2U);
+  EXPECT_TRUE(plan.params[1].gradient.is_same(y.grad()));
+  EXPECT_EQ(plan.params[1].param_index, 2U) << "among all parameters";
+  EXPECT_FALSE(plan.has_fp16_without_master);
+  EXPECT_TRUE(SGD({unused}, SGDOptions(1.0)).plan().params.empty());
 }
 
 TEST(StepPlan, IsReadOnceForAVerdict) {
   const auto x = with_gradient({12, 0}), y = with_gradient({-16});
   SGD optimizer({x, y}, SGDOptions(1.0));
-  const auto stats = optimizer.read(optimizer.plan(), inverse());
+  const auto stats = optimizer.grad_stats(optimizer.plan(), inverse());
   EXPECT_EQ(stats.inv_scale.item<float>(), 0.25F);
   EXPECT_EQ(stats.found_inf.item<float>(), 0.0F);
   EXPECT_EQ(stats.norm_sq.item<double>(), 25.0);
   EXPECT_EQ(stats.max_abs.item<double>(), 4.0);
   x.mutable_grad()[1] = std::numeric_limits<float>::infinity();
-  EXPECT_EQ(optimizer.read(optimizer.plan(), inverse()).found_inf.item<float>(), 1.0F);
+  EXPECT_EQ(optimizer.grad_stats(optimizer.plan(), inverse()).found_inf.item<float>(), 1.0F);
 }
 
 TEST(StepPlan, IsAppliedAsGradScalerAppliesIt) {
@@ -81,7 +81,7 @@ TEST(StepPlan, IsAppliedAsGradScalerAppliesIt) {
   (void)scaler.scale(torch::zeros({}));
   for (int i = 0; i < 3; ++i) {
     auto plan = left.plan();
-    const auto stats = left.read(plan, inverse());
+    const auto stats = left.grad_stats(plan, inverse());
     left.apply(std::move(plan), stats, {.max_norm = 1.0});
     scaler.step(right, {.max_norm = 1.0});
     scaler.update();
@@ -102,9 +102,9 @@ TEST(StepPlan, WritesNothingWhereItIsRefused) {
 
 TEST(StepPlan, TellsOfHalfThatNoMasterWidens) {
   const auto half = with_gradient({1}, torch::kHalf);
-  EXPECT_TRUE(SGD({half}, SGDOptions(1.0)).plan().has_bare_half);
+  EXPECT_TRUE(SGD({half}, SGDOptions(1.0)).plan().has_fp16_without_master);
   SGD with_master({half}, SGDOptions(1.0), {.weight_storage = WeightStorage::fp32_master});
-  EXPECT_FALSE(with_master.plan().has_bare_half);
+  EXPECT_FALSE(with_master.plan().has_fp16_without_master);
 }
 
 TEST(StepPlan, TakesGradientsOfFloatForWeightsOf16Bits) {
@@ -161,17 +161,17 @@ TEST_F(OneFusedStep, TellsWhatBecameOfIt) {
   set_grad({3, 4});
   const auto result = scaler_.step(optimizer_, {.max_norm = 1.0});
   EXPECT_TRUE(result.ready());
-  EXPECT_TRUE(result.ran());
+  EXPECT_TRUE(result.applied());
   EXPECT_FALSE(result.found_inf());
   EXPECT_EQ(result.scale(), 1024.0F);
   EXPECT_DOUBLE_EQ(result.grad_norm().value(), 5.0);
   EXPECT_EQ(result.grad_max_abs(), 4.0);
   EXPECT_FALSE(result.was_unscaled());
-  ASSERT_TRUE(result.value().has_value()) << "as from any optimizer's step without closure";
-  EXPECT_FALSE(result.value()->defined());
+  ASSERT_TRUE(result.step_return().has_value()) << "as from any optimizer's step without closure";
+  EXPECT_FALSE(result.step_return()->defined());
   scaler_.update();
   set_grad({3, kInfinity});
-  EXPECT_FALSE(scaler_.step(optimizer_, {.max_norm = 1.0}).value().has_value());
+  EXPECT_FALSE(scaler_.step(optimizer_, {.max_norm = 1.0}).step_return().has_value());
 }
 
 TEST_F(OneFusedStep, LeavesEverythingAsItIsWhenItIsSkipped) {
@@ -185,7 +185,7 @@ TEST_F(OneFusedStep, LeavesEverythingAsItIsWhenItIsSkipped) {
   x_.mutable_grad() = torch::tensor({1.0F, kInfinity});
   const auto result = scaler_.step(optimizer_);
   scaler_.update();
-  EXPECT_FALSE(result.ran());
+  EXPECT_FALSE(result.applied());
   EXPECT_TRUE(result.found_inf());
   EXPECT_TRUE(torch::equal(x_, before[0]));
   EXPECT_TRUE(torch::equal(state.exp_avg(), before[1]));
@@ -209,7 +209,7 @@ TEST_F(OneFusedStep, ClearsAGradientOfSeveralParametersAfterAllHaveReadIt) {
   const auto gradient = torch::full({40000}, 1024.0F);
   for (const auto& one : all) one.mutable_grad() = gradient;
   AdamW optimizer(all, AdamWOptions(0.1));
-  EXPECT_TRUE(scaler_.step(optimizer, {.zero_grad = true}).ran());
+  EXPECT_TRUE(scaler_.step(optimizer, {.zero_grad = true}).applied());
   EXPECT_TRUE(torch::equal(all[0], all[1]));
   EXPECT_NEAR(all[1][39999].item<double>(), 0.899, 1e-6);
   EXPECT_EQ(gradient.abs().max().item<float>(), 0.0F);
@@ -219,7 +219,7 @@ TEST_F(OneFusedStep, ClearsGradientsWhoseElementsShareMemory) {
   const auto y = torch::ones({5}).requires_grad_();
   y.mutable_grad() = torch::full({1}, 1024.0F).expand({5});
   AdamW optimizer({y}, AdamWOptions(0.1));
-  EXPECT_TRUE(scaler_.step(optimizer, {.zero_grad = true}).ran());
+  EXPECT_TRUE(scaler_.step(optimizer, {.zero_grad = true}).applied());
   EXPECT_TRUE(torch::allclose(y, torch::full({5}, 0.899F)));
   EXPECT_TRUE(torch::equal(y.grad(), torch::zeros({5})));
 }
@@ -230,14 +230,14 @@ TEST_F(OneFusedStep, RefusesNormsThatAreNotPositive) {
     EXPECT_THAT([&] { scaler_.step(optimizer_, {.max_norm = bad}); },
                 ThrowsMessage<c10::Error>(HasSubstr("max_norm is")));
   }
-  EXPECT_TRUE(scaler_.step(optimizer_, {.max_norm = 1.0}).ran());
+  EXPECT_TRUE(scaler_.step(optimizer_, {.max_norm = 1.0}).applied());
 }
 
 TEST_F(OneFusedStep, ADisabledScalerStepsWhateverTheGradientsAre) {
   GradScaler disabled({.enabled = false});
   x_.mutable_grad() = torch::tensor({3.0F, kInfinity});
   const auto result = disabled.step(optimizer_, {.max_norm = 1.0});
-  EXPECT_TRUE(result.ran());
+  EXPECT_TRUE(result.applied());
   EXPECT_FALSE(result.found_inf());
   EXPECT_FALSE(std::isfinite(result.grad_norm().value()));
   EXPECT_TRUE(x_.isnan().any().item<bool>());  // inf / inf, as after clip_grad_norm_
@@ -246,7 +246,7 @@ TEST_F(OneFusedStep, ADisabledScalerStepsWhateverTheGradientsAre) {
 TEST_F(OneFusedStep, ADisabledScalerHasNothingToClipWithoutGradients) {
   GradScaler disabled({.enabled = false});
   const auto result = disabled.step(optimizer_, {.max_norm = 1.0});
-  EXPECT_TRUE(result.ran());
+  EXPECT_TRUE(result.applied());
   EXPECT_EQ(result.grad_norm(), std::nullopt);
   EXPECT_EQ(result.grad_max_abs(), std::nullopt);
   EXPECT_TRUE(torch::equal(x_, torch::zeros({2})));
@@ -280,7 +280,7 @@ std::vector<torch::Tensor> parameters() {
           torch::randn({5}, torch::kDouble), torch::randn({3})};
 }
 
-GradStats verdict_of(bool found_inf, double norm) {
+GradStats make_grad_stats(bool found_inf, double norm) {
   return {torch::full({}, 0.25F), torch::full({}, found_inf ? 1.0F : 0.0F),
           torch::full({}, norm * norm, torch::kDouble)};
 }
@@ -306,7 +306,7 @@ void expect_same_steps(const Options& options, at::ScalarType dtype = torch::kFl
       ours[k].mutable_grad() = is_left_out ? torch::Tensor() : gradient.clone();
       aten[k].mutable_grad() = is_left_out ? torch::Tensor() : gradient.clone();
     }
-    const auto stats = i % 5 == 4 ? GradStats() : verdict_of(i % 3 == 0, i);
+    const auto stats = i % 5 == 4 ? GradStats() : make_grad_stats(i % 3 == 0, i);
     const StepOptions step_options{.max_norm = 2.0, .zero_grad = i == 7};
     left.apply(left.plan(), stats, step_options);
     right.apply(right.plan(), stats, step_options);
@@ -426,8 +426,9 @@ TEST(AtenStep, CountsNoStepThatItRefuses) {
 /// SGD whose second call of ATen's kernel throws.
 struct FailingSgd : AtenOptimizer<SGD> {
   using AtenOptimizer::AtenOptimizer;
-  void aten_step(const mezzo::detail::GroupNumbers& numbers, const mezzo::detail::AtenLists& lists,
-                 const mezzo::detail::AtenVerdict& amp_args) const override {
+  void aten_step(const mezzo::detail::GroupHyperParams& numbers,
+                 const mezzo::detail::AtenTensorLists& lists,
+                 const mezzo::detail::AtenAmpArgs& amp_args) const override {
     if (++calls == 2) throw std::runtime_error("out of memory");
     SGD::aten_step(numbers, lists, amp_args);
   }

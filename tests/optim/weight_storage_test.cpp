@@ -204,7 +204,7 @@ TYPED_TEST(EveryOptimizer, WithSplitMastersTrainsWhatAFloatModelTrainsToTheBit) 
   for (std::size_t i = 0; i < models.low.size(); ++i) {
     auto& state = get_param_state<typename TypeParam::State>(low, models.low[i]);
     EXPECT_FALSE(state.master().defined());
-    const auto whole = mezzo::detail::joined(models.low[i], state.lower_half());
+    const auto whole = mezzo::detail::combine_with_low_bits(models.low[i], state.low_bits());
     EXPECT_TRUE(torch::equal(whole, models.floats[i])) << i;
   }
 }
@@ -246,8 +246,8 @@ TEST(SplitWeightFormat, TakeAMastersTiesOverThatRoundTheOtherWay) {
   const auto tie = torch::full({1}, 1.0F + 1.0F / 256);  // the nearest even bfloat16 is 1
   AdamWParamState state;
   state.master(tie.clone());
-  mezzo::detail::settle_lower_half(parameter, state);
-  EXPECT_TRUE(torch::equal(mezzo::detail::joined(parameter, state.lower_half()), tie));
+  mezzo::detail::prepare_low_bits(parameter, state);
+  EXPECT_TRUE(torch::equal(mezzo::detail::combine_with_low_bits(parameter, state.low_bits()), tie));
   EXPECT_FALSE(state.master().defined());
 }
 
@@ -310,8 +310,8 @@ TEST(WeightStorage, SurvivesTheLoadingOfTorchsFile) {
              {.weight_storage = WeightStorage::fp32_master, .seed = 9});
   test_support::load_from_string(ours, file);
   EXPECT_EQ(ours.param_groups()[0].options().get_lr(), 1e-3);
-  EXPECT_EQ(ours.weight_options().weight_storage, WeightStorage::fp32_master);
-  EXPECT_EQ(ours.weight_options().seed, 9U);
+  EXPECT_EQ(ours.weight_storage_options().weight_storage, WeightStorage::fp32_master);
+  EXPECT_EQ(ours.weight_storage_options().seed, 9U);
   EXPECT_EQ(ours.applied_steps(), 1);
   models.set_gradients();
   ours.step();
@@ -376,8 +376,8 @@ TEST(WeightStorage, WarningNamesWhatFloat16MomentsLose) {
 // --- What others do to weights between steps.
 
 torch::Tensor whole(const torch::optim::Optimizer& optimizer, const torch::Tensor& parameter) {
-  return mezzo::detail::joined(parameter,
-                               get_param_state<AdamWParamState>(optimizer, parameter).lower_half());
+  return mezzo::detail::combine_with_low_bits(
+      parameter, get_param_state<AdamWParamState>(optimizer, parameter).low_bits());
 }
 
 void set_grad(const torch::Tensor& parameter, double value) {
@@ -391,7 +391,7 @@ class SplitParameter : public testing::Test {
     set_grad(parameter_, 0.5);
     optimizer_.step();
     EXPECT_TRUE(
-        get_param_state<AdamWParamState>(optimizer_, parameter_).lower_half().any().item<bool>());
+        get_param_state<AdamWParamState>(optimizer_, parameter_).low_bits().any().item<bool>());
   }
 
   AdamWOptions& options() {
@@ -451,7 +451,7 @@ TEST_F(SplitParameter, TakesMemoryOfAnotherSize) {
   parameter_.set_data(torch::ones({100000}, torch::kBFloat16));
   set_grad(parameter_, 0);
   optimizer.step();
-  EXPECT_EQ(get_param_state<SGDParamState>(optimizer, parameter_).lower_half().numel(), 100000);
+  EXPECT_EQ(get_param_state<SGDParamState>(optimizer, parameter_).low_bits().numel(), 100000);
   EXPECT_TRUE(torch::equal(parameter_, torch::ones({100000}, torch::kBFloat16)));
 }
 

@@ -169,7 +169,7 @@ TEST(Gradients, AreGroupedByDevice) {
     return x;
   };
   const auto optimizer = sgd({on(torch::kCPU), on(torch::kMeta), on(torch::kCPU)});
-  const auto gradients = mezzo::detail::dense_gradients(mezzo::detail::plain_plan(optimizer));
+  const auto gradients = mezzo::detail::dense_gradients(mezzo::detail::make_torch_plan(optimizer));
   std::vector<std::pair<torch::DeviceType, std::size_t>> groups;
   mezzo::detail::for_each_device(gradients, [&](const auto& here) {
     groups.emplace_back(here.back().device().type(), here.size());

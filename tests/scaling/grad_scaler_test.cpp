@@ -32,10 +32,10 @@
 namespace {
 
 using namespace test_support;
-using mezzo::AnyOptimizer;
 using mezzo::GradScaler;
 using mezzo::GradScalerOptions;
 using mezzo::LossScaleMode;
+using mezzo::OptimizerRef;
 using testing::AllOf;
 using testing::ElementsAre;
 using testing::HasSubstr;
@@ -102,11 +102,11 @@ TEST(GradScaler, UnscalesStepsAndReturnsWhatTheOptimizerReturned) {
   set_grad(x, {4, 8});
   const auto result = scaler.step(optimizer);
   EXPECT_TRUE(result.ready());
-  EXPECT_TRUE(result.ran());
+  EXPECT_TRUE(result.applied());
   EXPECT_FALSE(result.found_inf());
   EXPECT_EQ(result.scale(), 4.0F);
-  ASSERT_TRUE(result.value().has_value());
-  EXPECT_FALSE(result.value()->defined());
+  ASSERT_TRUE(result.step_return().has_value());
+  EXPECT_FALSE(result.step_return()->defined());
   EXPECT_TRUE(torch::equal(x, torch::tensor({9.0F, 18.0F})));
   EXPECT_TRUE(torch::equal(x.grad(), torch::tensor({1.0F, 2.0F})));
 }
@@ -140,10 +140,10 @@ TEST(GradScaler, CoalescesSparseGradientsBeforeItChecks) {
     return torch::sparse_coo_tensor(torch::tensor(places).unsqueeze(0), values, {4});
   };
   x.mutable_grad() = sparse({1, 1}, 64000);  // 128000 in one place: inf in half
-  EXPECT_FALSE(scaler.step(optimizer).ran());
+  EXPECT_FALSE(scaler.step(optimizer).applied());
   scaler.update(2.0);
   x.mutable_grad() = sparse({1, 3}, 64000);
-  EXPECT_TRUE(scaler.step(optimizer).ran());
+  EXPECT_TRUE(scaler.step(optimizer).applied());
   EXPECT_TRUE(torch::equal(x.to(torch::kFloat), torch::tensor({0.0F, -32000.0F, 0.0F, -32000.0F})));
 }
 
@@ -165,7 +165,7 @@ TEST(GradScaler, RefusesHalfGradientsUnlessTheyAreAllowed) {
   EXPECT_EQ(x.item<float>(), 0.0F);
   x.mutable_grad() = torch::ones({1}, torch::kHalf);
   auto allowing = make_silent_scaler({.init_scale = 4, .allow_fp16_gradients = true});
-  EXPECT_TRUE(allowing.step(optimizer).ran());
+  EXPECT_TRUE(allowing.step(optimizer).applied());
   EXPECT_EQ(x.grad().item<float>(), 0.25F);
 }
 
@@ -181,9 +181,9 @@ TEST(GradScaler, FindsAnInfThatUnscalingMakesInHalf) {
       (void)scaler.scale(torch::zeros({}));
       x.mutable_grad() = torch::full({3}, 30000, torch::kHalf);
       const auto result = scaler.step(optimizer, {.max_norm = max_norm, .zero_grad = zero_grad});
-      EXPECT_FALSE(result.ran());
+      EXPECT_FALSE(result.applied());
       EXPECT_TRUE(result.found_inf());
-      EXPECT_FALSE(result.value().has_value());
+      EXPECT_FALSE(result.step_return().has_value());
       if (max_norm == 1e9) {
         EXPECT_EQ(result.grad_norm(), kInfinity);
         EXPECT_EQ(result.grad_max_abs(), kInfinity);
@@ -238,7 +238,7 @@ TEST_F(GradScalerSharing, ReadsAZeroTensorWithoutMemory) {
   x_.mutable_grad() = at::_efficientzerotensor({4}, torch::kFloat);
   GradScaler constant{mezzo::GradScalerOptions::none()};
   (void)constant.scale(torch::zeros({}));
-  EXPECT_TRUE(constant.step(sgd_).ran());
+  EXPECT_TRUE(constant.step(sgd_).applied());
   EXPECT_TRUE(torch::equal(x_, torch::zeros({4})));
 }
 
@@ -283,7 +283,7 @@ TEST(HalfTraining, OverflowsSkipsRecoversAndTrainsOn) {
     scaler.scale(loss).backward();
     scaler.unscale_(optimizer);
     torch::nn::utils::clip_grad_norm_(model->parameters(), 10.0);
-    if (!scaler.step(optimizer).ran()) ++skipped;
+    if (!scaler.step(optimizer).applied()) ++skipped;
     scaler.update();
     grew |= scaler.get_scale() > scale;
     losses.push_back(loss.item<float>());
@@ -354,9 +354,9 @@ TEST(GradScaler, SettersRefuseARuleThatHasNoGrowth) {
 
 TEST(GradScaler, AFixedScaleSkipsButNeverMoves) {
   SingleParamTraining one(GradScalerOptions::fixed(128));
-  EXPECT_FALSE(one.step(kInfinity).ran());
+  EXPECT_FALSE(one.step(kInfinity).applied());
   EXPECT_EQ(one.scaler.get_scale(), 128.0);
-  EXPECT_TRUE(one.step(128).ran());
+  EXPECT_TRUE(one.step(128).applied());
   EXPECT_EQ(one.x.item<float>(), -1.0F);
 }
 
@@ -366,10 +366,10 @@ TEST(GradScaler, WithoutAScaleChecksAndTouchesNeitherLossNorGradients) {
   EXPECT_TRUE(one.scaler.scale(loss).is_same(loss));
   set_grad(one.x, {3});
   const auto version = one.x.grad()._version();
-  EXPECT_TRUE(one.scaler.step(one.optimizer).ran());
+  EXPECT_TRUE(one.scaler.step(one.optimizer).applied());
   EXPECT_EQ(one.x.grad()._version(), version);
   one.scaler.update();
-  EXPECT_FALSE(one.step(kInfinity).ran());
+  EXPECT_FALSE(one.step(kInfinity).applied());
   EXPECT_THAT(message_of([&] { one.scaler.update(2.0); }), HasSubstr("LossScaleMode::none"));
 }
 
@@ -505,7 +505,7 @@ TEST(SkippedStep, PrintsScalesAsPythonDoes) {
 TEST(GradScaler, TakesAClosureThatIsNone) {
   SingleParamTraining one;
   set_grad(one.x, {1});
-  EXPECT_TRUE(one.scaler.step(one.optimizer, nullptr).ran());
+  EXPECT_TRUE(one.scaler.step(one.optimizer, nullptr).applied());
 }
 
 TEST(GradScaler, MayStepAgainAfterAnOptimizerThatThrew) {
@@ -518,7 +518,7 @@ TEST(GradScaler, MayStepAgainAfterAnOptimizerThatThrew) {
     EXPECT_THROW(scaler.step(optimizer, {.max_norm = max_norm}), std::runtime_error);
     EXPECT_EQ(x.grad().item<float>(), 1.0F) << "unscaled, as by torch.amp";
     optimizer.throws = false;
-    EXPECT_TRUE(scaler.step(optimizer, {.max_norm = max_norm}).ran());
+    EXPECT_TRUE(scaler.step(optimizer, {.max_norm = max_norm}).applied());
     EXPECT_EQ(x.item<float>(), 0.0F) << "unscaled once";
   }
 }
@@ -529,7 +529,7 @@ TEST(GradScaler, RefusesGradientsThatCameAfterUnscaleFoundNone) {
   auto x = parameter({1});
   torch::optim::SGD of_torch({x}, 1.0);
   mezzo::optim::SGD of_mezzo({x}, 1.0);
-  for (const mezzo::AnyOptimizer optimizer : {mezzo::AnyOptimizer(of_torch), {of_mezzo}}) {
+  for (const mezzo::OptimizerRef optimizer : {mezzo::OptimizerRef(of_torch), {of_mezzo}}) {
     x.mutable_grad() = torch::Tensor();
     scaler.unscale_(optimizer);
     set_grad(x, {4});
@@ -552,9 +552,9 @@ TEST(GradScaler, DisabledPassesEverythingThrough) {
     ++closures;
     return torch::full({}, 5.0);
   });
-  EXPECT_TRUE(result.ran());
+  EXPECT_TRUE(result.applied());
   EXPECT_EQ(result.scale(), 1.0F);
-  EXPECT_EQ(result.value().value().item<float>(), 5.0F);
+  EXPECT_EQ(result.step_return().value().item<float>(), 5.0F);
   EXPECT_EQ(closures, 1);
   scaler.update();
   scaler.update(4.0);
@@ -570,7 +570,7 @@ TEST(GradScaler, MovesWithItsState) {
   set_grad(x, {4});
   scaler.unscale_(optimizer);
   GradScaler moved = std::move(scaler);
-  EXPECT_TRUE(moved.step(optimizer).ran());
+  EXPECT_TRUE(moved.step(optimizer).applied());
   EXPECT_EQ(x.item<float>(), -1.0F);
 }
 
@@ -596,7 +596,7 @@ TYPED_TEST(UnplannedScalerCalls, TwoScalersTakeTheirScalesOffOneAfterTheOther) {
   set_grad(x, {32});
   first.unscale_(optimizer);
   second.unscale_(optimizer);
-  EXPECT_TRUE(first.step(optimizer).ran());
+  EXPECT_TRUE(first.step(optimizer).applied());
   EXPECT_EQ(x.item<float>(), -1);
   first.update();
   second.update();
@@ -630,7 +630,7 @@ TYPED_TEST(UnplannedScalerCalls, ParametersWithoutElementsStep) {
   auto optimizer = this->sgd({x});
   auto scaler = make_silent_scaler({});
   set_grad(x, {});
-  EXPECT_TRUE(scaler.step(optimizer).ran());
+  EXPECT_TRUE(scaler.step(optimizer).applied());
   scaler.update();
 }
 
@@ -640,8 +640,8 @@ TYPED_TEST(UnplannedScalerCalls, NothingToCheckIsAnError) {
   // mezzo's refuses to be without parameters.
   torch::optim::SGD without_parameters(std::vector<torch::Tensor>{}, /*lr=*/1.0);
   auto scaler = make_silent_scaler({});
-  for (const AnyOptimizer optimizer :
-       {AnyOptimizer(without_gradients), AnyOptimizer(without_parameters)}) {
+  for (const OptimizerRef optimizer :
+       {OptimizerRef(without_gradients), OptimizerRef(without_parameters)}) {
     EXPECT_THAT(message_of([&] { scaler.step(optimizer); }),
                 HasSubstr("No inf checks were recorded for this optimizer."));
   }

@@ -122,7 +122,7 @@ TYPED_TEST(GradScalerScaledGradients, NewOptimizerAtSameAddressIsNotUnscaled) {
       this->scaler.unscale_(*next);
       EXPECT_EQ(this->y.grad().template item<float>(), 1);
     } else {
-      EXPECT_TRUE(this->scaler.step(*next).ran());
+      EXPECT_TRUE(this->scaler.step(*next).applied());
       EXPECT_EQ(this->y.template item<float>(), -1);
     }
     std::destroy_at(next);
@@ -187,7 +187,7 @@ TYPED_TEST(GradScalerScaledGradients, NewOptimizerAtSameAddressSteps) {
       if (!finds_gradients) this->scaler.unscale_(*optimizer);
       this->backward(weight);
       if (finds_gradients) {
-        EXPECT_TRUE(this->scaler.step(*optimizer).ran());
+        EXPECT_TRUE(this->scaler.step(*optimizer).applied());
       }
       std::destroy_at(optimizer);
     }
@@ -243,7 +243,7 @@ TYPED_TEST(GradScalerScaledGradients, SharedParameterUnscaledForAnotherOptimizer
 // Each backward pass writes gradients anew, as in a GAN whose networks share a part.
 TYPED_TEST(GradScalerScaledGradients, SharedParameterWithPassOfItsOwnSteps) {
   auto first = this->sgd({this->x}), second = this->sgd({this->y, this->x});
-  for (const auto& optimizer : {mezzo::AnyOptimizer(first), mezzo::AnyOptimizer(second)}) {
+  for (const auto& optimizer : {mezzo::OptimizerRef(first), mezzo::OptimizerRef(second)}) {
     first.zero_grad(/*set_to_none=*/false);
     second.zero_grad(/*set_to_none=*/false);
     this->backward(this->x + this->y);

@@ -92,14 +92,14 @@ TEST(StaleCasts, AveragesAreUsedInsideTheirScopeAndNotAfterIt) {
     const mezzo::AutocastGuard<torch::kCPU> region;
     before = output_of(model, x);
     {
-      const mezzo::EmaScope scope(ema);
+      const mezzo::EmaGuard scope(ema);
       averaged = output_of(model, x);
     }
     after = output_of(model, x);
   }
   EXPECT_FALSE(torch::equal(before, averaged));
   EXPECT_TRUE(torch::equal(before, after));
-  const mezzo::EmaScope scope(ema);
+  const mezzo::EmaGuard scope(ema);
   const mezzo::AutocastGuard<torch::kCPU> fresh;
   EXPECT_TRUE(torch::equal(averaged, output_of(model, x)));
 }

@@ -8,32 +8,32 @@
 
 namespace {
 
-using mezzo::StepOutcome;
 using mezzo::StepResult;
 
 /// A step that is decided elsewhere: the outcome arrives when somebody waits for it.
-class LateSlot : public mezzo::StepSlot {
+class LateSlot : public mezzo::StepFuture {
  public:
   bool ready() const noexcept override { return waited; }
-  const StepOutcome& outcome() override {
+  const StepResult::Values& values() override {
     waited = true;
     return outcome_;
   }
   bool waited = false;
 
  private:
-  StepOutcome outcome_{.found_inf = true, .scale = 4.0F};
+  StepResult::Values outcome_{.found_inf = true, .scale = 4.0F};
 };
 
 TEST(StepResult, TellsAKnownOutcomeAtOnce) {
-  const StepResult result(StepOutcome{.ran = true, .scale = 8.0F, .value = torch::ones({})});
+  const StepResult result(
+      StepResult::Values{.applied = true, .scale = 8.0F, .step_return = torch::ones({})});
   EXPECT_TRUE(result.ready());
-  EXPECT_TRUE(result.ran());
+  EXPECT_TRUE(result.applied());
   EXPECT_FALSE(result.found_inf());
   EXPECT_EQ(result.scale(), 8.0F);
-  ASSERT_TRUE(result.value().has_value());
-  EXPECT_EQ(result.value()->item<float>(), 1.0F);
-  EXPECT_EQ(result.outcome().scale, 8.0F);
+  ASSERT_TRUE(result.step_return().has_value());
+  EXPECT_EQ(result.step_return()->item<float>(), 1.0F);
+  EXPECT_EQ(result.values().scale, 8.0F);
 }
 
 TEST(StepResult, AsksALateSlotWithoutWaitingUntilItMust) {
@@ -41,12 +41,12 @@ TEST(StepResult, AsksALateSlotWithoutWaitingUntilItMust) {
   const StepResult result(slot);
   EXPECT_FALSE(result.ready());
   EXPECT_FALSE(slot->waited);
-  EXPECT_FALSE(result.ran());
+  EXPECT_FALSE(result.applied());
   EXPECT_TRUE(slot->waited);
   EXPECT_TRUE(result.ready());
   EXPECT_TRUE(result.found_inf());
   EXPECT_EQ(result.scale(), 4.0F);
-  EXPECT_FALSE(result.value().has_value());
+  EXPECT_FALSE(result.step_return().has_value());
 }
 
 TEST(StepResult, OwnsItsSlotTogetherWithItsCopies) {
@@ -60,7 +60,7 @@ TEST(StepResult, OwnsItsSlotTogetherWithItsCopies) {
 }
 
 TEST(StepResult, RefusesANullSlot) {
-  EXPECT_THROW(StepResult(std::shared_ptr<mezzo::StepSlot>()), c10::Error);
+  EXPECT_THROW(StepResult(std::shared_ptr<mezzo::StepFuture>()), c10::Error);
 }
 
 }  // namespace

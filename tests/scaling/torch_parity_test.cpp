@@ -194,7 +194,7 @@ class Player {
     CountingSgd& optimizer = *optimizers_.at(index);
     const int before = optimizer.steps;
     const auto outcome = scaler_->step(optimizer);
-    EXPECT_EQ(outcome.ran(), optimizer.steps == before + 1);
+    EXPECT_EQ(outcome.applied(), optimizer.steps == before + 1);
     Words result{std::to_string(optimizer.steps - before)};
     for (const torch::Tensor& parameter : parameters_.at(index)) append_words(parameter, result);
     return result;

@@ -1,6 +1,6 @@
 #pragma once
 
-#include <mezzo/optim/optimizer.h>
+#include <mezzo/optim/optimizer_ref.h>
 
 namespace test_support {
 
@@ -11,7 +11,7 @@ struct AtenOptimizer : Optimizer {
   using Optimizer::Optimizer;
   void apply(mezzo::StepPlan plan, const mezzo::GradStats& stats = {},
              const mezzo::StepOptions& options = {}) override {
-    this->apply_on_devices(plan, stats, options, /*with_aten=*/true);
+    this->apply_impl(plan, stats, options, /*with_aten=*/true);
   }
 };
 

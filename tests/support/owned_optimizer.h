@@ -2,7 +2,7 @@
 
 #include <mezzo/optim/master_weights.h>
 
-#include <torch/optim/optimizer.h>
+#include <torch/optim/optimizer_ref.h>
 
 #include <memory>
 #include <utility>
@@ -18,8 +18,8 @@ struct OwnedOptimizer {
       : inner(std::move(optimizer)),
         masters(with_masters ? std::make_unique<mezzo::MasterWeights>(*inner) : nullptr) {}
 
-  mezzo::AnyOptimizer ref() const {
-    return masters != nullptr ? mezzo::AnyOptimizer(*masters) : mezzo::AnyOptimizer(*inner);
+  mezzo::OptimizerRef ref() const {
+    return masters != nullptr ? mezzo::OptimizerRef(*masters) : mezzo::OptimizerRef(*inner);
   }
 };
 

@@ -35,8 +35,8 @@ inline std::vector<WeightStorageCase> weight_storage_cases() {
   };
   using enum mezzo::optim::WeightStorage;
   return {{"plain float", torch::kFloat, false, mezzos(plain)},
-          {"master of bfloat16", torch::kBFloat16, false, mezzos(master)},
-          {"master of half", torch::kHalf, false, mezzos(master)},
+          {"master of bfloat16", torch::kBFloat16, false, mezzos(fp32_master)},
+          {"master of half", torch::kHalf, false, mezzos(fp32_master)},
           {"split master", torch::kBFloat16, true, mezzos(split_master)},
           {"torch's SGD", torch::kFloat, false, torchs(false)},
           {"MasterWeights of bfloat16", torch::kBFloat16, false, torchs(true)},

@@ -166,7 +166,7 @@ class CheckpointManager {
   /// flushes the folder, and removes files beyond `keep`. Waits for the devices, and needs host
   /// memory for a copy of one device tensor at a time.
   /// \throws c10::Error if an object cannot be saved (sparse buffers, which could not be loaded
-  ///   again; parameters that hold averages, see EmaScope), if the system refuses (a full disk), or
+  ///   again; parameters that hold averages, see EmaGuard), if the system refuses (a full disk), or
   ///   if another process saves here. Existing files are then untouched
   SavedCheckpoint save(const TrainingState& state, std::int64_t step);
 

@@ -404,7 +404,7 @@ class Telemetry {
     TelemetryRecord& record = first.record;
     record.loss = first.loss.value();
     record.scale = first.result.scale();
-    record.skipped = !first.result.ran();
+    record.skipped = !first.result.applied();
     record.grad_norm = first.result.grad_norm();
     for (std::size_t i = 0, count = writers_.size(); i < count; ++i) {
       try {

@@ -29,7 +29,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 /// Options of DataParallel. All ranks have the same; the constructor compares them.
 struct DataParallelOptions {
   /// The most bytes of a bucket of gradients, as in GradAllReduceOptions.
-  int64_t bucket_bytes = kDefaultBucketBytes;
+  int64_t bucket_cap_bytes = kDefaultBucketCapBytes;
   /// Whether the ranks get rank 0's buffers (running statistics and other registered buffers)
   /// before each training forward, so that the models stay equal.
   bool broadcast_buffers = true;
@@ -48,9 +48,9 @@ class Replica {
         buffers_(once_.collect(module.named_buffers())),
         group_(checked(group, "DataParallel")),
         broadcasts_(options.broadcast_buffers),
-        all_reduce_(
-            broadcast_and_select_trained(), group,
-            {.bucket_bytes = options.bucket_bytes, .compress_dtype = options.compress_dtype}) {
+        all_reduce_(broadcast_and_select_trained(), group,
+                    {.bucket_cap_bytes = options.bucket_cap_bytes,
+                     .compress_dtype = options.compress_dtype}) {
     for (const auto& named : parameters_) {
       if (!named.second.requires_grad()) frozen_.push_back(named);
     }

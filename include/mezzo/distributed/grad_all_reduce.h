@@ -38,7 +38,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 struct GradAllReduceOptions {
   /// The most bytes of a bucket of gradients; > 0. A bucket is sent as soon as it is complete:
   /// smaller ones are sent earlier, larger ones cost fewer calls.
-  int64_t bucket_bytes = kDefaultBucketBytes;
+  int64_t bucket_cap_bytes = kDefaultBucketCapBytes;
   /// bfloat16 or half: gradients of float and double are sent in this dtype, divided by the number
   /// of ranks and rounded to nearest, so that only an average that the dtype cannot hold overflows.
   /// half needs a loss scale. Takes 2 bytes an element beside the buffer.
@@ -60,7 +60,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
       : group_(checked(std::move(group), "GradAllReduce")),
         compress_dtype_(options.compress_dtype),
         averages_(group_->getBackendName() == "mpi"),
-        buckets_(parameters, {.bucket_bytes = options.bucket_bytes}),
+        buckets_(parameters, {.bucket_cap_bytes = options.bucket_cap_bytes}),
         bucket_of_(parameters.size()) {
     TORCH_CHECK(
         !compress_dtype_ || *compress_dtype_ == at::kBFloat16 || *compress_dtype_ == at::kHalf,
@@ -171,7 +171,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
                 " came once more in one backward pass, after its bucket was sent: a pass inside of "
                 "this one reached it; use mezzo::activation_checkpoint, which runs none over "
                 "parameters, or call the shared layer outside of other checkpoints");
-    buckets_.reattach_gradient(number);
+    buckets_.copy_grad_to_bucket(number);
     if (std::exchange(has_arrived_[number], true)) return;
     --missing_[bucket_of_[number]];
     while (next_ < missing_.size() && missing_[next_] == 0) send(next_++);
@@ -228,7 +228,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   void send(std::size_t bucket) {
     const c10::NoGradGuard no_grad;
     if (group_->getSize() == 1) return;
-    const at::Tensor& flat = buckets_.buckets()[bucket].flat;
+    const at::Tensor& flat = buckets_.buckets()[bucket].buffer;
     const bool is_compressed = compress_dtype_ && !is_low_precision(flat);
     const bool averages = averages_ && !is_compressed;
     if (!averages) flat.div_(group_->getSize());
@@ -245,7 +245,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
     const c10::NoGradGuard no_grad;
     for (; next_ < missing_.size(); ++next_) {
       for (const std::size_t parameter : buckets_.buckets()[next_].parameters) {
-        if (!has_arrived_[parameter]) buckets_.reattach_gradient(parameter);
+        if (!has_arrived_[parameter]) buckets_.copy_grad_to_bucket(parameter);
       }
       send(next_);
     }
@@ -278,7 +278,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
     for (const std::size_t i : lacking) {
       const bool is_elsewhere = anywhere.const_data_ptr<std::uint8_t>()[i] != 0;
       if (is_elsewhere && parameters[i].requires_grad()) {
-        parameters[i].mutable_grad() = buckets_.place(i);
+        parameters[i].mutable_grad() = buckets_.bucket_view(i);
       }
     }
   }

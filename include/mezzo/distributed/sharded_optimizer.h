@@ -10,8 +10,8 @@
 #include <mezzo/distributed/broadcast_parameters.h>
 #include <mezzo/distributed/detail/ranks.h>
 #include <mezzo/distributed/grad_all_reduce.h>
-#include <mezzo/optim/detail/optimizer_words.h>
-#include <mezzo/optim/detail/step_engine.h>
+#include <mezzo/optim/detail/fused_optimizer_base.h>
+#include <mezzo/optim/detail/optimizer_description.h>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/GradMode.h>
@@ -132,9 +132,9 @@ class Sharded : public OptimizerType, public optim::ShardedState {
   /// ranks, with states on the CPU, and nothing on the others. All ranks call it, and need memory
   /// for the states of one rank at a time. \throws c10::Error, on all ranks, what one of them throws
   void save(torch::serialize::OutputArchive& archive) const override {
-    std::unique_ptr<std::conditional_t<kIsFused, FiledOptimizer, OptimizerType>> whole;
+    std::unique_ptr<std::conditional_t<kIsFused, SerializedOptimizer, OptimizerType>> whole;
     if constexpr (kIsFused) {
-      whole = std::make_unique<FiledOptimizer>();
+      whole = std::make_unique<SerializedOptimizer>();
       for (const auto& group : this->param_groups_) whole->param_groups().push_back(group);
     } else {
       whole = make_(this->param_groups_);
@@ -155,7 +155,7 @@ class Sharded : public OptimizerType, public optim::ShardedState {
     throw_together(shards_.group(), "ShardedOptimizer::save", failure);
     if (shards_.rank() != 0) return;
     if constexpr (kIsFused) {
-      this->write_file(archive, *whole);
+      this->write_archive(archive, *whole);
     } else {
       whole->save(archive);
     }
@@ -200,7 +200,7 @@ class Sharded : public OptimizerType, public optim::ShardedState {
   Shards shards_;
 
  private:
-  static constexpr bool kIsFused = std::derived_from<OptimizerType, StepEngine>;
+  static constexpr bool kIsFused = std::derived_from<OptimizerType, FusedOptimizerBase>;
 
   /// Returns the file of this rank's states.
   std::string own_file() const {
@@ -266,7 +266,7 @@ class ShardedOptimizer : public detail::Sharded<OptimizerType> {
   /// Steps this rank's parameters, from which the gradients of the others are hidden, and gets the
   /// others'.
   at::Tensor step(torch::optim::Optimizer::LossClosure closure = nullptr) override {
-    at::Tensor loss = detail::loss_of(closure);
+    at::Tensor loss = detail::call_closure(closure);
     std::vector<at::Tensor> stepped;
     std::vector<std::pair<at::Tensor, at::Tensor>> hidden;
     for (const auto& group : this->param_groups_) {
@@ -290,7 +290,7 @@ class ShardedOptimizer : public detail::Sharded<OptimizerType> {
 
 /// Shards mezzo's fused optimizers: plan and read see all averaged gradients, and `apply`
 /// steps the rows of this rank's parameters.
-template <std::derived_from<detail::StepEngine> OptimizerType>
+template <std::derived_from<detail::FusedOptimizerBase> OptimizerType>
 class ShardedOptimizer<OptimizerType> : public detail::Sharded<OptimizerType> {
  public:
   /// OptimizerType's options.
@@ -311,10 +311,10 @@ class ShardedOptimizer<OptimizerType> : public detail::Sharded<OptimizerType> {
       : ShardedOptimizer({torch::optim::OptimizerParamGroup(std::move(parameters))},
                          std::move(group), defaults, options, weights) {}
 
-  /// Returns a row for each parameter that has a gradient, whoever owns it.
+  /// Returns an entry for each parameter that has a gradient, whoever owns it.
   StepPlan plan() override {
     StepPlan plan = OptimizerType::plan();
-    for (const StepPlan::Row& row : plan.rows) (void)this->shards_.owner_of(*row.parameter);
+    for (const StepPlan::Param& param : plan.params) (void)this->shards_.owner_of(*param.parameter);
     return plan;
   }
 
@@ -322,15 +322,15 @@ class ShardedOptimizer<OptimizerType> : public detail::Sharded<OptimizerType> {
   void apply(StepPlan plan, const GradStats& stats = {}, const StepOptions& options = {}) override {
     const c10::NoGradGuard no_grad;
     std::vector<at::Tensor> stepped;
-    for (const StepPlan::Row& row : plan.rows) {
-      stepped.push_back(*row.parameter);
-      const bool is_others = this->shards_.is_others(row.parameter->unsafeGetTensorImpl());
-      if (is_others && options.zero_grad) row.gradient.zero_();
+    for (const StepPlan::Param& param : plan.params) {
+      stepped.push_back(*param.parameter);
+      const bool is_others = this->shards_.is_others(param.parameter->unsafeGetTensorImpl());
+      if (is_others && options.zero_grad) param.gradient.zero_();
     }
-    std::erase_if(plan.rows, [this](const StepPlan::Row& row) {
-      return this->shards_.is_others(row.parameter->unsafeGetTensorImpl());
+    std::erase_if(plan.params, [this](const StepPlan::Param& param) {
+      return this->shards_.is_others(param.parameter->unsafeGetTensorImpl());
     });
-    plan.has_rows_elsewhere = !stepped.empty();
+    plan.other_ranks_have_grads = !stepped.empty();
     OptimizerType::apply(std::move(plan), stats, options);
     this->shards_.exchange(stepped);
   }

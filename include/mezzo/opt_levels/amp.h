@@ -159,7 +159,7 @@ class Amp {
   /// Returns the object that steps an optimizer: a MasterWeights around it if the level needs
   /// float32 masters that the optimizer does not keep itself, otherwise the optimizer. Save and
   /// load this object: `torch::save(amp.wrapped_optimizer(sgd), path)`.
-  AnyOptimizer& wrapped_optimizer(torch::optim::Optimizer& optimizer);
+  OptimizerRef& wrapped_optimizer(torch::optim::Optimizer& optimizer);
 
   /// Returns the level that `initialize` was given.
   const OptLevel& level() const noexcept { return level_; }
@@ -196,7 +196,7 @@ class Amp {
   struct ManagedOptimizer {
     torch::optim::Optimizer* optimizer;
     std::unique_ptr<MasterWeights> masters;
-    AnyOptimizer wrapped;
+    OptimizerRef wrapped;
     bool has_pending_step = false;      ///< a loss was scaled for it since its last step
     LossScaler* loss_scaler = nullptr;  ///< the loss whose scale the gradients carry
   };
@@ -223,7 +223,7 @@ class Amp {
   void post_backward(const BackwardPass& pass, bool delays);
   void unscale_gradients(LossScaler& loss);
   static void update_scale(LossScaler& loss);
-  StepResult step_if_finite(AnyOptimizer optimizer, const StepOptions& options);
+  StepResult step_if_finite(OptimizerRef optimizer, const StepOptions& options);
   void check_no_shared_parameters() const;
   void check_not_in_backward(const char* call) const;
   void check_no_pending_step(const char* call) const;

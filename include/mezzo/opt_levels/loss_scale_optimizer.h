@@ -43,12 +43,12 @@ class LossScaleOptimizer {
   ///   `growth_interval`, and dynamic=False is `GradScalerOptions::fixed(128)`. Members omitted in braces
   ///   have torch's defaults: `init_scale` is then 2^16, not kKerasLossScale's 2^15
   /// \throws c10::Error if an option is out of range
-  explicit LossScaleOptimizer(AnyOptimizer inner,
+  explicit LossScaleOptimizer(OptimizerRef inner,
                               const GradScalerOptions& options = kKerasLossScale)
       : inner_(inner), initial_scale_(options.init_scale), scaler_(options) {}
   /// Refuses a bare number, which is ambiguous: write `{.init_scale = 128}` or, for a constant
   /// scale, `GradScalerOptions::fixed(128)`.
-  LossScaleOptimizer(AnyOptimizer, detail::BareNumber auto) = delete;
+  LossScaleOptimizer(OptimizerRef, detail::BareNumber auto) = delete;
 
   /// Returns the loss, a tensor or a nest of tensors, times the scale: Keras's scale_loss. See
   /// GradScaler::scale.
@@ -71,7 +71,7 @@ class LossScaleOptimizer {
     StepResult result = scaler_.step(inner_, options);
     threw_ = false;
     scaler_.update();
-    if (!is_counted_by_inner() && result.ran()) ++iterations_;
+    if (!is_counted_by_inner() && result.applied()) ++iterations_;
     return result;
   }
 
@@ -81,7 +81,7 @@ class LossScaleOptimizer {
   /// Returns the number of applied steps, without skipped ones. With an optimizer of mezzo's the
   /// device counts, and this call waits for it.
   int64_t iterations() const {
-    return is_counted_by_inner() ? inner_.mezzos()->applied_steps() : iterations_;
+    return is_counted_by_inner() ? inner_.mixed_precision()->applied_steps() : iterations_;
   }
 
   /// Returns the present scale, Keras's dynamic_scale. Waits for the device.
@@ -99,9 +99,9 @@ class LossScaleOptimizer {
   GradScaler& scaler() noexcept { return scaler_; }
 
  private:
-  bool is_counted_by_inner() const { return inner_.mezzos() != nullptr; }
+  bool is_counted_by_inner() const { return inner_.mixed_precision() != nullptr; }
 
-  AnyOptimizer inner_;
+  OptimizerRef inner_;
   double initial_scale_;
   GradScaler scaler_;
   int64_t iterations_ = 0;
@@ -118,11 +118,11 @@ class LossScaleOptimizer {
 /// Returns `LossScaleOptimizer(optimizer, options)`. TensorFlow's function also rewrote the graph;
 /// here use mezzo::AutocastGuard around the forward pass.
 inline LossScaleOptimizer enable_mixed_precision(
-    AnyOptimizer optimizer, const GradScalerOptions& options = kKerasLossScale) {
+    OptimizerRef optimizer, const GradScalerOptions& options = kKerasLossScale) {
   return LossScaleOptimizer(optimizer, options);
 }
 /// Refuses a bare number: TensorFlow's `loss_scale=128.0` is `GradScalerOptions::fixed(128)`.
-void enable_mixed_precision(AnyOptimizer, detail::BareNumber auto) = delete;
+void enable_mixed_precision(OptimizerRef, detail::BareNumber auto) = delete;
 
 /// Writes the inner optimizer's state, the scaler's and the count of iterations:
 /// `torch::save(optimizer, path)` (include <torch/serialize.h>).
@@ -166,7 +166,7 @@ inline torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive
   optimizer.inner_.load(inner);
   scaler >> optimizer.scaler_;
   optimizer.iterations_ = iterations.toInt();
-  optim::FusedOptimizer* const counting = optimizer.inner_.mezzos();
+  optim::MixedPrecisionOptimizer* const counting = optimizer.inner_.mixed_precision();
   // A file of torch::optim::SGD holds no count; the optimizer has warned of it.
   const bool lacks_count = counting != nullptr && counting->applied_steps() == 0;
   if (lacks_count) counting->set_applied_steps(iterations.toInt());

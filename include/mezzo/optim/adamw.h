@@ -5,9 +5,9 @@
 
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/adam_functor.h>
-#include <mezzo/optim/detail/optimizer_shell.h>
-#include <mezzo/optim/detail/param_slot.h>
-#include <mezzo/optim/optimizer.h>
+#include <mezzo/optim/detail/fused_optimizer.h>
+#include <mezzo/optim/detail/fused_param_state.h>
+#include <mezzo/optim/optimizer_ref.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_fused_adam.h>
@@ -23,8 +23,8 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 /// The state that Adam and AdamW keep of a parameter. `Base` is libtorch's.
-template <class Own, class Base>
-class AdamState : public ParamState<Own, Base> {
+template <class Derived, class Base>
+class AdamState : public FusedParamState<Derived, Base> {
  public:
   static constexpr std::array kMoments{"exp_avg", "exp_avg_sq", "max_exp_avg_sq"};
 
@@ -37,32 +37,32 @@ class AdamState : public ParamState<Own, Base> {
 template <class Options, class State, bool kIsDecoupled>
 struct AdamTraits : OptimizerTraits<Options, State, AdamFunctor<false>, AdamFunctor<true>> {
   static constexpr const char* kName = kIsDecoupled ? "AdamW" : "Adam";
-  static constexpr const char* kOptions =
+  static constexpr const char* kOptionsName =
       kIsDecoupled ? "mezzo::optim::AdamWOptions" : "mezzo::optim::AdamOptions";
 
-  static void read(const Options& options, GroupNumbers& numbers) {
-    check_numbers(
+  static void read_hyperparams(const Options& options, GroupHyperParams& hyper_params) {
+    check_hyperparams(
         kName,
         {{"lr", options.lr()}, {"eps", options.eps()}, {"weight_decay", options.weight_decay()}},
         options.betas());
     const auto [beta1, beta2] = options.betas();
-    numbers.lr = options.lr();
-    numbers.functor_args = AdamHyperParams{beta1, beta2, options.eps(), options.weight_decay(),
-                                           /*is_decoupled=*/kIsDecoupled};
-    numbers.has_extra_moment = options.amsgrad();
+    hyper_params.lr = options.lr();
+    hyper_params.functor_args = AdamHyperParams{beta1, beta2, options.eps(), options.weight_decay(),
+                                                /*is_decoupled=*/kIsDecoupled};
+    hyper_params.has_extra_moment = options.amsgrad();
   }
 
-  static void aten_step(const GroupNumbers& numbers, const AtenLists& lists,
-                        const AtenVerdict& amp_args) {
-    const auto own = numbers.functor_args.as<AdamHyperParams>();
-    const at::Tensor lr = amp_args.lr_factor ? *amp_args.lr_factor * numbers.lr
-                                             : at::scalar_tensor(numbers.lr, at::kDouble);
+  static void aten_step(const GroupHyperParams& hyper_params, const AtenTensorLists& lists,
+                        const AtenAmpArgs& amp_args) {
+    const auto adam = hyper_params.functor_args.as<AdamHyperParams>();
+    const at::Tensor lr = amp_args.lr_factor ? *amp_args.lr_factor * hyper_params.lr
+                                             : at::scalar_tensor(hyper_params.lr, at::kDouble);
     const auto& [means, squares, largest] = lists.moments;
     const auto step = [](const auto&... arguments) {
       kIsDecoupled ? at::_fused_adamw_(arguments...) : at::_fused_adam_(arguments...);
     };
-    step(lists.parameters, lists.gradients, means, squares, largest, lists.counts, lr, own.beta1,
-         own.beta2, own.weight_decay, own.eps, numbers.has_extra_moment, /*maximize=*/false,
+    step(lists.parameters, lists.gradients, means, squares, largest, lists.counts, lr, adam.beta1,
+         adam.beta2, adam.weight_decay, adam.eps, hyper_params.has_extra_moment, /*maximize=*/false,
          amp_args.grad_scale, amp_args.found_inf);
   }
 };
@@ -118,7 +118,7 @@ struct AdamParamState : public detail::AdamState<AdamParamState, torch::optim::A
 /// a copy of gradients that carry a loss scale.
 ///
 /// Use it from one thread at a time; it shares its work among libtorch's (`at::set_num_threads`).
-class AdamW : public detail::OptimizerShell<
+class AdamW : public detail::FusedOptimizer<
                   detail::AdamTraits<AdamWOptions, AdamWParamState, /*kIsDecoupled=*/true>> {
  public:
   /// Takes param groups or parameters, and options, which have defaults:
@@ -128,19 +128,19 @@ class AdamW : public detail::OptimizerShell<
   ///
   /// \throws c10::Error unless lr, eps and weight_decay are at least 0 and the betas in [0, 1), or
   ///   if there is no parameter, a parameter is given twice, or two share memory
-  using OptimizerShell::OptimizerShell;
+  using FusedOptimizer::FusedOptimizer;
 };
 
 /// Adam (Kingma and Ba, 2015), with the results of `torch::optim::Adam` within rounding, in one
 /// pass over gradient, parameter and moments. The comment of AdamW on dtypes,
 /// layouts, groups, files, devices and threads holds here too.
-class Adam : public detail::OptimizerShell<
+class Adam : public detail::FusedOptimizer<
                  detail::AdamTraits<AdamOptions, AdamParamState, /*kIsDecoupled=*/false>> {
  public:
   /// Takes what AdamW's constructors take, with AdamOptions.
   /// \throws c10::Error unless lr, eps and weight_decay are at least 0 and the betas in [0, 1), or
   ///   if there is no parameter, a parameter is given twice, or two share memory
-  using OptimizerShell::OptimizerShell;
+  using FusedOptimizer::FusedOptimizer;
 };
 
 }  // namespace optim

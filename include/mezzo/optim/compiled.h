@@ -31,15 +31,15 @@ namespace detail {
 #define MEZZO_COMPILED_RULES(EXTERN)                                                           \
   MEZZO_COMPILED_STEPS_OF(EXTERN, AdamFunctor<false>)                                          \
   MEZZO_COMPILED_STEPS_OF(EXTERN, AdamFunctor<true>)                                           \
-  EXTERN template class OptimizerShell<                                                        \
+  EXTERN template class FusedOptimizer<                                                        \
       AdamTraits<optim::AdamOptions, optim::AdamParamState, /*kIsDecoupled=*/false>>;          \
-  EXTERN template class OptimizerShell<                                                        \
+  EXTERN template class FusedOptimizer<                                                        \
       AdamTraits<optim::AdamWOptions, optim::AdamWParamState, /*kIsDecoupled=*/true>>;         \
   MEZZO_COMPILED_STEPS_OF(EXTERN, LionFunctor)                                                 \
   MEZZO_COMPILED_STEPS_OF(EXTERN, SgdFunctor<false>)                                           \
   MEZZO_COMPILED_STEPS_OF(EXTERN, SgdFunctor<true>)                                            \
-  EXTERN template class OptimizerShell<LionTraits<optim::LionOptions, optim::LionParamState>>; \
-  EXTERN template class OptimizerShell<SgdTraits<optim::SGDOptions, optim::SGDParamState>>;
+  EXTERN template class FusedOptimizer<LionTraits<optim::LionOptions, optim::LionParamState>>; \
+  EXTERN template class FusedOptimizer<SgdTraits<optim::SGDOptions, optim::SGDParamState>>;
 /// \endcond
 
 #ifdef MEZZO_COMPILED_LIB

@@ -11,7 +11,7 @@
 #include <mezzo/base/detail/tensor_groups.h>
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/graph_capture.h>
-#include <mezzo/optim/detail/averaged_parameters.h>
+#include <mezzo/optim/detail/ema_params.h>
 #include <mezzo/optim/step_result.h>
 
 #include <ATen/core/Tensor.h>
@@ -66,7 +66,7 @@ class Ema {
   ~Ema() = default;
 
   /// Computes averages = decay * averages + (1 - decay) * weights. Does not wait for a device.
-  /// \throws c10::Error, and changes nothing, if a shape has changed or an EmaScope is alive (the
+  /// \throws c10::Error, and changes nothing, if a shape has changed or an EmaGuard is alive (the
   ///   parameters then hold averages)
   void update();
 
@@ -81,12 +81,12 @@ class Ema {
   const std::vector<at::Tensor>& averages() const noexcept { return averages_; }
 
  private:
-  friend class EmaScope;
+  friend class EmaGuard;
   void check_parameters() const;
-  std::vector<at::Tensor> weights() const;
-  void move(const std::vector<at::Tensor>& averages, const std::vector<at::Tensor>& weights,
-            const at::Tensor& found_inf) const;
-  void move_all(const at::Tensor& found_inf);
+  std::vector<at::Tensor> get_weights() const;
+  void lerp_averages(const std::vector<at::Tensor>& averages,
+                     const std::vector<at::Tensor>& weights, const at::Tensor& found_inf) const;
+  void lerp_all_averages(const at::Tensor& found_inf);
 
   std::vector<at::Tensor> parameters_;
   EmaOptions options_;
@@ -105,7 +105,7 @@ inline Ema::Ema(std::vector<at::Tensor> parameters, EmaOptions options)
                 "; it should be a dense tensor of a floating dtype: leave others out");
   }
   const detail::NoGradInferenceGuard no_graph;
-  const std::vector<at::Tensor> begin = weights();
+  const std::vector<at::Tensor> begin = get_weights();
   for (std::size_t i = 0; i < begin.size(); ++i) {
     detail::check_not_capturing(begin[i].device(), "an average");
     averages_[i] = begin[i].detach().to(detail::accum_dtype(begin[i]), /*non_blocking=*/false,
@@ -116,9 +116,9 @@ inline Ema::Ema(std::vector<at::Tensor> parameters, EmaOptions options)
 /// \throws c10::Error if a parameter has another shape than its average, or holds it
 inline void Ema::check_parameters() const {
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    TORCH_CHECK(!detail::holds_average(parameters_[i]),
+    TORCH_CHECK(!detail::is_averaged(parameters_[i]),
                 "Ema: ", detail::describe_param(i, parameters_[i]),
-                " holds its average, for an EmaScope is alive; let that scope end first");
+                " holds its average, for an EmaGuard is alive; let that scope end first");
     TORCH_CHECK(parameters_[i].sizes() == averages_[i].sizes(),
                 "Ema: ", detail::describe_param(i, parameters_[i]), " had the shape ",
                 averages_[i].sizes(), " when this Ema was made; make a new Ema");
@@ -126,7 +126,7 @@ inline void Ema::check_parameters() const {
 }
 
 /// Returns the tensors to average (masters where given), in the order of the parameters.
-inline std::vector<at::Tensor> Ema::weights() const {
+inline std::vector<at::Tensor> Ema::get_weights() const {
   check_parameters();
   if (!options_.masters) return parameters_;
   std::vector<at::Tensor> weights = options_.masters();
@@ -148,19 +148,21 @@ inline std::vector<at::Tensor> Ema::weights() const {
   return weights;
 }
 
-/// Computes averages += share * (weights - averages), unless `found_inf` (one element, any device)
-/// is nonzero. An undefined `found_inf` means 0. All tensors are of one device and dtype, and the
-/// two of a pair have the same layout.
-inline void Ema::move(const std::vector<at::Tensor>& averages,
-                      const std::vector<at::Tensor>& weights, const at::Tensor& found_inf) const {
-  const double share = 1.0 - options_.decay;
+/// Computes averages += lerp_weight * (weights - averages), unless `found_inf` (one element, any
+/// device) is nonzero. An undefined `found_inf` means 0. All tensors are of one device and dtype,
+/// and the two of a pair have the same layout.
+inline void Ema::lerp_averages(const std::vector<at::Tensor>& averages,
+                               const std::vector<at::Tensor>& weights,
+                               const at::Tensor& found_inf) const {
+  const double lerp_weight = 1.0 - options_.decay;
   if (!found_inf.defined()) {
-    at::_foreach_lerp_(averages, weights, share);
+    at::_foreach_lerp_(averages, weights, lerp_weight);
     return;
   }
-  // SGD with the weights as gradients, a weight decay of -1 and a rate of -share is this update.
-  // ATen's fused one reads found_inf on the device, and writes nothing where it is 1.
-  at::_fused_sgd_(averages, weights, {}, /*weight_decay=*/-1.0, /*momentum=*/0.0, /*lr=*/-share,
+  // SGD with the weights as gradients, a weight decay of -1 and a rate of -lerp_weight is this
+  // update. ATen's fused one reads found_inf on the device, and writes nothing where it is 1.
+  at::_fused_sgd_(averages, weights, {}, /*weight_decay=*/-1.0, /*momentum=*/0.0,
+                  /*lr=*/-lerp_weight,
                   /*dampening=*/0.0, /*nesterov=*/false, /*maximize=*/false,
                   /*is_first_step=*/false, /*grad_scale=*/{},
                   found_inf.to(averages.front().device()).ne(0).to(at::kFloat));
@@ -171,31 +173,31 @@ inline void Ema::move(const std::vector<at::Tensor>& averages,
 
 /// Updates all averages. Weights that need a conversion are updated one at a time, so that only one
 /// converted copy exists at any time.
-inline void Ema::move_all(const at::Tensor& found_inf) {
+inline void Ema::lerp_all_averages(const at::Tensor& found_inf) {
   const detail::NoGradInferenceGuard no_graph;
-  const std::vector<at::Tensor> trained = weights();
-  using Together = std::pair<std::vector<at::Tensor>, std::vector<at::Tensor>>;
-  detail::TensorGroups<Together> all;
+  const std::vector<at::Tensor> trained = get_weights();
+  using TensorGroup = std::pair<std::vector<at::Tensor>, std::vector<at::Tensor>>;
+  detail::TensorGroups<TensorGroup> all;
   for (std::size_t i = 0; i < averages_.size(); ++i) {
     const at::Tensor weight = trained[i].detach();
     at::Tensor& average = averages_[i];
     average = average.to(weight.device(), detail::accum_dtype(weight));  // if it was moved or cast
     if (weight.scalar_type() != average.scalar_type() || weight.strides() != average.strides()) {
-      move({average}, {at::empty_like(average).copy_(weight)}, found_inf);
+      lerp_averages({average}, {at::empty_like(average).copy_(weight)}, found_inf);
       continue;
     }
     auto& [averages, weights] = all.get(average);
     averages.push_back(average);
     weights.push_back(weight);
   }
-  for (const auto& [device, dtype, some] : all) move(some.first, some.second, found_inf);
+  for (const auto& [device, dtype, some] : all) lerp_averages(some.first, some.second, found_inf);
 }
 
-inline void Ema::update() { move_all({}); }
+inline void Ema::update() { lerp_all_averages({}); }
 
 inline void Ema::update(const StepResult& result) {
   const at::Tensor found_inf = result.found_inf_on_device();
-  if (found_inf.defined() || result.ran()) move_all(found_inf);
+  if (found_inf.defined() || result.applied()) lerp_all_averages(found_inf);
 }
 
 /// Replaces the weights of the parameters by their averages for a scope.
@@ -212,11 +214,11 @@ inline void Ema::update(const StepResult& result) {
 /// in training mode, and restore the buffers afterwards. Older views of the parameters and captured
 /// CUDA graphs keep using the training weights. No other thread may use the parameters while the
 /// guard begins or ends.
-class [[nodiscard]] EmaScope {
+class [[nodiscard]] EmaGuard {
  public:
   /// \throws c10::Error, and changes nothing, if the shapes of a parameter and its average differ,
   ///   or a parameter holds an average already
-  explicit EmaScope(const Ema& ema) {
+  explicit EmaGuard(const Ema& ema) {
     const c10::NoGradGuard no_grad;
     ema.check_parameters();
     std::vector<at::Tensor> rounded;
@@ -224,40 +226,41 @@ class [[nodiscard]] EmaScope {
       const at::Tensor& parameter = ema.parameters()[i];
       rounded.push_back(at::empty_like(parameter, parameter.options().requires_grad(false)));
       rounded.back().copy_(ema.averages()[i]);
-      lent_.push_back({parameter, parameter.variable_data(), parameter.grad()});
+      saved_.push_back({parameter, parameter.variable_data(), parameter.grad()});
     }
     detail::averaged_parameters().withLock([&](auto& all) {
-      for (const Lent& one : lent_) all.insert(one.parameter.unsafeGetTensorImpl());
+      for (const SavedTensors& tensors : saved_)
+        all.insert(tensors.parameter.unsafeGetTensorImpl());
     });
     for (std::size_t i = 0; i < rounded.size(); ++i) {
-      lent_[i].parameter.mutable_grad() = at::Tensor();
-      lent_[i].parameter.set_data(rounded[i]);  // leaves version and hooks as they are
+      saved_[i].parameter.mutable_grad() = at::Tensor();
+      saved_[i].parameter.set_data(rounded[i]);  // leaves version and hooks as they are
     }
     detail::clear_autocast_cache();
   }
   /// Does not throw: set_data fails only for a tensor of another kind, and each parameter gets back
   /// its own.
-  ~EmaScope() {
+  ~EmaGuard() {
     const c10::NoGradGuard no_grad;
-    for (const Lent& one : lent_) {
-      one.parameter.mutable_grad() = at::Tensor();
-      one.parameter.set_data(one.memory);
-      one.parameter.mutable_grad() = one.gradient;
+    for (const SavedTensors& tensors : saved_) {
+      tensors.parameter.mutable_grad() = at::Tensor();
+      tensors.parameter.set_data(tensors.memory);
+      tensors.parameter.mutable_grad() = tensors.gradient;
     }
     detail::averaged_parameters().withLock([&](auto& all) {
-      for (const Lent& one : lent_) all.erase(one.parameter.unsafeGetTensorImpl());
+      for (const SavedTensors& tensors : saved_) all.erase(tensors.parameter.unsafeGetTensorImpl());
     });
     detail::clear_autocast_cache();
   }
-  EmaScope(const EmaScope&) = delete;
-  EmaScope& operator=(const EmaScope&) = delete;
+  EmaGuard(const EmaGuard&) = delete;
+  EmaGuard& operator=(const EmaGuard&) = delete;
 
  private:
   /// A parameter, with what it had before.
-  struct Lent {
+  struct SavedTensors {
     at::Tensor parameter, memory, gradient;
   };
-  std::vector<Lent> lent_;
+  std::vector<SavedTensors> saved_;
 };
 
 /// Save and load the averages, not the decay: `torch::save(ema, path)` and `torch::load(ema, path)`
@@ -272,23 +275,23 @@ inline torch::serialize::OutputArchive& operator<<(torch::serialize::OutputArchi
 namespace detail {
 
 /// Returns the averages of an archive. \throws c10::Error unless `ema` can take them
-inline std::vector<at::Tensor> averages_in(torch::serialize::InputArchive& archive,
-                                           const Ema& ema) {
+inline std::vector<at::Tensor> read_averages(torch::serialize::InputArchive& archive,
+                                             const Ema& ema) {
   c10::IValue value;
   TORCH_CHECK(archive.try_read("averages", value) && value.isTensorList(),
               "This archive is not that of an Ema: it lacks \"averages\"; load what "
               "torch::save(ema, path) wrote");
   std::vector<at::Tensor> averages = value.toTensorVector();
-  const std::vector<at::Tensor>& own = ema.averages();
-  TORCH_CHECK(averages.size() == own.size(), "The archive of an Ema has ", averages.size(),
-              " averages, and this Ema ", own.size(),
+  const std::vector<at::Tensor>& current = ema.averages();
+  TORCH_CHECK(averages.size() == current.size(), "The archive of an Ema has ", averages.size(),
+              " averages, and this Ema ", current.size(),
               " parameters; make it with the parameters that it had when it was saved");
   for (std::size_t i = 0; i < averages.size(); ++i) {
-    TORCH_CHECK(
-        averages[i].sizes() == own[i].sizes() && averages[i].scalar_type() == own[i].scalar_type(),
-        "The archive of an Ema has the average ", describe(averages[i]), " for ",
-        describe_param(i, ema.parameters()[i]), ", whose own is ", describe(own[i]),
-        "; build the model as it was when the Ema was saved");
+    TORCH_CHECK(averages[i].sizes() == current[i].sizes() &&
+                    averages[i].scalar_type() == current[i].scalar_type(),
+                "The archive of an Ema has the average ", describe(averages[i]), " for ",
+                describe_param(i, ema.parameters()[i]), ", whose own is ", describe(current[i]),
+                "; build the model as it was when the Ema was saved");
   }
   return averages;
 }
@@ -299,14 +302,14 @@ inline std::vector<at::Tensor> averages_in(torch::serialize::InputArchive& archi
 inline torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive& archive,
                                                   Ema& ema) {
   const c10::NoGradGuard no_grad;
-  const std::vector<at::Tensor> averages = detail::averages_in(archive, ema);
+  const std::vector<at::Tensor> averages = detail::read_averages(archive, ema);
   for (std::size_t i = 0; i < averages.size(); ++i) ema.averages()[i].copy_(averages[i]);
   return archive;
 }
 
 /// Throws what loading the archive would throw, and changes nothing.
 inline void check_archive(torch::serialize::InputArchive& archive, const Ema& ema) {
-  (void)detail::averages_in(archive, ema);
+  (void)detail::read_averages(archive, ema);
 }
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

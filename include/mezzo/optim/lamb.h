@@ -1,11 +1,11 @@
 /// \file
-/// LAMB, for batches of thousands: Adam's steps, each scaled by the norm of its parameter. An
-/// ordinary optimizer of ATen's ops.
+/// LAMB, for batches of thousands: Adam's update_norms, each scaled by the norm of its parameter.
+/// An ordinary optimizer of ATen's ops.
 #pragma once
 
 #include <mezzo/base/detail/tensor_groups.h>
 #include <mezzo/base/version.h>
-#include <mezzo/optim/detail/ordinary_optimizer.h>
+#include <mezzo/optim/detail/torch_optimizer_base.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_foreach_add.h>
@@ -32,10 +32,10 @@ namespace optim {
 
 /// The options of Apex's FusedLAMB, with its defaults. Clipping, which Apex has on by default, is
 /// an option of the step: `scaler.step(optimizer, {.max_norm = 1.0})`.
-struct LAMBOptions : public detail::ListedOptions<LAMBOptions> {
+struct LAMBOptions : public detail::SerializableOptions<LAMBOptions> {
   /// The names of the options in files.
   static constexpr std::array kKeys{"lr",           "betas",           "eps",
-                                    "weight_decay", "bias_correction", "always_adapt"};
+                                    "weight_decay", "bias_correction", "use_nvlamb"};
   /// The type of `betas`.
   using betas_t = std::tuple<double, double>;
   /// Sets `lr`; the other options have their defaults.
@@ -49,17 +49,17 @@ struct LAMBOptions : public detail::ListedOptions<LAMBOptions> {
   TORCH_ARG(double, eps) = 1e-6;
   /// Adds weight_decay * parameter to the update before the trust ratio is applied.
   TORCH_ARG(double, weight_decay) = 0.01;
-  /// Corrects the running means in early steps, as Adam does.
+  /// Corrects the running means in early update_norms, as Adam does.
   TORCH_ARG(bool, bias_correction) = true;
   /// Applies the trust ratio also in groups without weight decay (biases, norms), which otherwise
-  /// take Adam's steps. Apex's use_nvlamb.
-  TORCH_ARG(bool, always_adapt) = false;
+  /// take Adam's update_norms. Apex's use_nvlamb.
+  TORCH_ARG(bool, use_nvlamb) = false;
 
  public:
   /// Returns references to these options.
-  static auto values(auto& own) {
-    return std::tie(own.lr_, own.betas_, own.eps_, own.weight_decay_, own.bias_correction_,
-                    own.always_adapt_);
+  static auto values(auto& self) {
+    return std::tie(self.lr_, self.betas_, self.eps_, self.weight_decay_, self.bias_correction_,
+                    self.use_nvlamb_);
   }
 };
 
@@ -67,32 +67,32 @@ struct LAMBOptions : public detail::ListedOptions<LAMBOptions> {
 using LAMBParamState = torch::optim::AdamWParamState;
 
 /// LAMB (You et al., "Large batch optimization for deep learning: training BERT in 76 minutes",
-/// 2020), as Apex's FusedLAMB has it. With AdamW's moments m and v, corrected for early steps, a
-/// parameter p, which is one tensor, takes the step
+/// 2020), as Apex's FusedLAMB has it. With AdamW's moments m and v, corrected for early
+/// update_norms, a parameter p, which is one tensor, takes the step
 ///
 ///   update = m / (sqrt(v) + eps) + weight_decay * p,    p -= lr * (||p|| / ||update||) * update
 ///
 /// where the ratio of 2-norms, the trust ratio, is 1 if either norm is 0, and in groups without
-/// weight decay (see LAMBOptions::always_adapt). A NaN in a gradient therefore makes all of its
+/// weight decay (see LAMBOptions::use_nvlamb). A NaN in a gradient therefore makes all of its
 /// parameter NaN, unless a GradScaler skips the step.
 ///
 /// An ordinary `torch::optim::Optimizer` of ATen's `_foreach` ops, on any device: a GradScaler
 /// waits once for a GPU, as for torch's optimizers, and the step itself never does. Weights of 16
 /// bits are trained as they are; wrap LAMB in a MasterWeights to train them as floats. libtorch has
 /// no LAMB: files are mezzo's own.
-class LAMB : public detail::OrdinaryOptimizer<LAMB, LAMBOptions, LAMBParamState> {
+class LAMB : public detail::TorchOptimizerBase<LAMB, LAMBOptions, LAMBParamState> {
  public:
   /// Takes param groups or parameters, and LAMBOptions, which have defaults.
   /// \throws c10::Error unless lr, eps and weight_decay are at least 0 and the betas in [0, 1), or
   ///   if there is no parameter, a parameter is given twice, or two share memory
-  using OrdinaryOptimizer::OrdinaryOptimizer;
+  using TorchOptimizerBase::TorchOptimizerBase;
 
  private:
-  friend OrdinaryOptimizer;
+  friend TorchOptimizerBase;
   static constexpr const char* kName = "LAMB";
-  static constexpr const char* kOptions = "mezzo::optim::LAMBOptions";
+  static constexpr const char* kOptionsName = "mezzo::optim::LAMBOptions";
   static void check_options(const LAMBOptions& options) {
-    detail::check_numbers(
+    detail::check_hyperparams(
         kName,
         {{"lr", options.lr()}, {"eps", options.eps()}, {"weight_decay", options.weight_decay()}},
         options.betas());
@@ -101,17 +101,17 @@ class LAMB : public detail::OrdinaryOptimizer<LAMB, LAMBOptions, LAMBParamState>
 };
 
 inline void LAMB::update() {
-  struct Together {
+  struct TensorGroup {
     std::vector<at::Tensor> parameters, gradients, means, squares;
     std::vector<at::Scalar> corrections, root_corrections;
   };
   for (const auto& group : param_groups_) {
     const auto& options = static_cast<const LAMBOptions&>(group.options());
     const auto [beta1, beta2] = options.betas();
-    detail::TensorGroups<Together> all;
+    detail::TensorGroups<TensorGroup> tensor_groups;
     for (const at::Tensor& parameter : group.params()) {
       if (!parameter.grad().defined()) continue;
-      LAMBParamState& state = state_of(parameter);
+      LAMBParamState& state = get_or_create_state(parameter);
       if (!state.exp_avg().defined()) {
         state.exp_avg(at::zeros_like(parameter)).exp_avg_sq(at::zeros_like(parameter));
       } else if (state.exp_avg().scalar_type() != parameter.scalar_type()) {  // of other weights
@@ -119,40 +119,42 @@ inline void LAMB::update() {
         state.exp_avg_sq(state.exp_avg_sq().to(parameter.scalar_type()));
       }
       state.step(state.step() + 1);
-      const auto steps = static_cast<double>(options.bias_correction() ? state.step() : 0);
-      const auto correction = [steps](double beta) {
-        return steps == 0 ? 1.0 : 1 - std::pow(beta, steps);
+      const auto step = static_cast<double>(options.bias_correction() ? state.step() : 0);
+      const auto correction = [step](double beta) {
+        return step == 0 ? 1.0 : 1 - std::pow(beta, step);
       };
-      Together& own = all.get(parameter);
-      own.parameters.push_back(parameter);
-      own.gradients.push_back(parameter.grad().to(parameter.scalar_type()));
-      own.means.push_back(state.exp_avg());
-      own.squares.push_back(state.exp_avg_sq());
-      own.corrections.emplace_back(correction(beta1));
-      own.root_corrections.emplace_back(std::sqrt(correction(beta2)));
+      TensorGroup& tensors = tensor_groups.get(parameter);
+      tensors.parameters.push_back(parameter);
+      tensors.gradients.push_back(parameter.grad().to(parameter.scalar_type()));
+      tensors.means.push_back(state.exp_avg());
+      tensors.squares.push_back(state.exp_avg_sq());
+      tensors.corrections.emplace_back(correction(beta1));
+      tensors.root_corrections.emplace_back(std::sqrt(correction(beta2)));
     }
-    for (const auto& [device, dtype, own] : all) {
-      at::_foreach_mul_(own.means, beta1);
-      at::_foreach_add_(own.means, own.gradients, 1 - beta1);
-      at::_foreach_mul_(own.squares, beta2);
-      at::_foreach_addcmul_(own.squares, own.gradients, own.gradients, 1 - beta2);
-      std::vector<at::Tensor> divisors = at::_foreach_sqrt(own.squares);
-      at::_foreach_div_(divisors, own.root_corrections);
+    for (const auto& [device, dtype, tensors] : tensor_groups) {
+      at::_foreach_mul_(tensors.means, beta1);
+      at::_foreach_add_(tensors.means, tensors.gradients, 1 - beta1);
+      at::_foreach_mul_(tensors.squares, beta2);
+      at::_foreach_addcmul_(tensors.squares, tensors.gradients, tensors.gradients, 1 - beta2);
+      std::vector<at::Tensor> divisors = at::_foreach_sqrt(tensors.squares);
+      at::_foreach_div_(divisors, tensors.root_corrections);
       at::_foreach_add_(divisors, options.eps());
-      at::_foreach_mul_(divisors, own.corrections);
-      const std::vector<at::Tensor> updates = at::_foreach_div(own.means, divisors);
+      at::_foreach_mul_(divisors, tensors.corrections);
+      const std::vector<at::Tensor> updates = at::_foreach_div(tensors.means, divisors);
       if (options.weight_decay() != 0) {
-        at::_foreach_add_(updates, own.parameters, options.weight_decay());
+        at::_foreach_add_(updates, tensors.parameters, options.weight_decay());
       }
-      if (options.weight_decay() != 0 || options.always_adapt()) {
-        const auto wide = own.parameters.front().is_mps() ? at::kFloat : at::kDouble;
-        const at::Tensor lengths = at::stack(at::_foreach_norm(own.parameters, 2, wide));
-        const at::Tensor steps = at::stack(at::_foreach_norm(updates, 2, wide));
-        const at::Tensor ratios = at::where((lengths == 0).logical_or(steps == 0),
-                                            at::ones_like(lengths), lengths / steps);
-        at::_foreach_mul_(updates, ratios.unbind());
+      if (options.weight_decay() != 0 || options.use_nvlamb()) {
+        const auto accum_dtype = tensors.parameters.front().is_mps() ? at::kFloat : at::kDouble;
+        const at::Tensor param_norms =
+            at::stack(at::_foreach_norm(tensors.parameters, 2, accum_dtype));
+        const at::Tensor update_norms = at::stack(at::_foreach_norm(updates, 2, accum_dtype));
+        const at::Tensor trust_ratios =
+            at::where((param_norms == 0).logical_or(update_norms == 0), at::ones_like(param_norms),
+                      param_norms / update_norms);
+        at::_foreach_mul_(updates, trust_ratios.unbind());
       }
-      at::_foreach_add_(own.parameters, updates, -options.lr());
+      at::_foreach_add_(tensors.parameters, updates, -options.lr());
     }
   }
 }

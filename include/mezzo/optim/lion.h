@@ -5,9 +5,9 @@
 
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/lion_functor.h>
-#include <mezzo/optim/detail/optimizer_shell.h>
-#include <mezzo/optim/detail/param_slot.h>
-#include <mezzo/optim/optimizer.h>
+#include <mezzo/optim/detail/fused_optimizer.h>
+#include <mezzo/optim/detail/fused_param_state.h>
+#include <mezzo/optim/optimizer_ref.h>
 
 #include <ATen/core/Tensor.h>
 #include <torch/arg.h>
@@ -20,7 +20,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace optim {
 
 /// Lion's options, with the paper's names and defaults.
-struct LionOptions : public detail::ListedOptions<LionOptions> {
+struct LionOptions : public detail::SerializableOptions<LionOptions> {
   /// The names of the options in files.
   static constexpr std::array kKeys{"lr", "betas", "weight_decay"};
   /// The type of `betas`.
@@ -38,12 +38,12 @@ struct LionOptions : public detail::ListedOptions<LionOptions> {
 
  public:
   /// Returns references to these options.
-  static auto values(auto& own) { return std::tie(own.lr_, own.betas_, own.weight_decay_); }
+  static auto values(auto& self) { return std::tie(self.lr_, self.betas_, self.weight_decay_); }
 };
 
 /// Lion's state of a parameter: `exp_avg()`, of the parameter's shape and dtype, and `step()`, the
 /// number of applied steps, which waits for the parameter's device.
-struct LionParamState : public detail::ParamState<LionParamState, detail::CountedState<>> {
+struct LionParamState : public detail::FusedParamState<LionParamState, detail::CountedState<>> {
   /// The running mean of gradients.
   TORCH_ARG(at::Tensor, exp_avg);
 
@@ -62,15 +62,15 @@ namespace detail {
 template <class OptionsT, class State>
 struct LionTraits : OptimizerTraits<OptionsT, State, LionFunctor> {
   static constexpr const char* kName = "Lion";
-  static constexpr const char* kOptions = "mezzo::optim::LionOptions";
+  static constexpr const char* kOptionsName = "mezzo::optim::LionOptions";
 
-  static void read(const OptionsT& options, GroupNumbers& numbers) {
-    check_numbers(kName, {{"lr", options.lr()}, {"weight_decay", options.weight_decay()}},
-                  options.betas());
+  static void read_hyperparams(const OptionsT& options, GroupHyperParams& hyper_params) {
+    check_hyperparams(kName, {{"lr", options.lr()}, {"weight_decay", options.weight_decay()}},
+                      options.betas());
     const auto [beta1, beta2] = options.betas();
-    numbers.lr = options.lr();
-    numbers.functor_args = LionHyperParams{beta1, beta2, options.weight_decay()};
-    numbers.missing_in_aten = "ATen has no kernel of this optimizer";
+    hyper_params.lr = options.lr();
+    hyper_params.functor_args = LionHyperParams{beta1, beta2, options.weight_decay()};
+    hyper_params.aten_unsupported_reason = "ATen has no kernel of this optimizer";
   }
 };
 
@@ -84,12 +84,12 @@ namespace optim {
 /// libtorch has no Lion: files are mezzo's own. ATen has no kernel of it: on CUDA it needs the
 /// target mezzo::cuda. Everything else in the comment of AdamW (mezzo/optim/adamw.h) holds here
 /// too.
-class Lion : public detail::OptimizerShell<detail::LionTraits<LionOptions, LionParamState>> {
+class Lion : public detail::FusedOptimizer<detail::LionTraits<LionOptions, LionParamState>> {
  public:
   /// Takes what AdamW's constructors take, with LionOptions.
   /// \throws c10::Error unless lr and weight_decay are at least 0 and the betas in [0, 1), or if
   ///   there is no parameter, a parameter is given twice, or two share memory
-  using OptimizerShell::OptimizerShell;
+  using FusedOptimizer::FusedOptimizer;
 };
 
 }  // namespace optim

@@ -5,7 +5,7 @@
 
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/version.h>
-#include <mezzo/optim/optimizer.h>
+#include <mezzo/optim/optimizer_ref.h>
 #include <mezzo/optim/step_result.h>
 
 #include <ATen/core/ivalue.h>
@@ -36,7 +36,7 @@ namespace detail {
 
 /// \throws c10::Error, naming a curve's number, unless `is_fine`
 template <class Value>
-void check_curve(bool is_fine, const char* member, Value value, const char* wanted) {
+void check_curve_param(bool is_fine, const char* member, Value value, const char* wanted) {
   TORCH_CHECK(is_fine, "LrSchedule: ", member, " is ", value, "; it should be ", wanted);
 }
 
@@ -44,16 +44,16 @@ void check_curve(bool is_fine, const char* member, Value value, const char* want
 /// `fall(done, remaining)` with the shares of the fall that lie before and after `applied_steps`.
 /// They add up to 1, but for a warm-up that takes all steps, at whose end both are 0.
 template <class Curve, class Fall>
-double warmed_up(const Curve& curve, int64_t applied_steps, const Fall& fall) {
+double compute_factor(const Curve& curve, int64_t applied_steps, const Fall& fall) {
   const int64_t warmup = curve.warmup_steps, total = curve.total_steps;
-  check_curve(total >= 1, "total_steps", total, "at least 1");
+  check_curve_param(total >= 1, "total_steps", total, "at least 1");
   TORCH_CHECK(warmup >= 0 && warmup <= total, "LrSchedule: warmup_steps is ", warmup,
               "; it should be from 0 to total_steps (", total, ")");
   const auto is_factor = [](double value) { return is_at_least(value, 0) && value <= 1; };
-  check_curve(is_factor(curve.min_factor), "min_factor", curve.min_factor, "from 0 to 1");
-  check_curve(is_factor(curve.initial_factor), "initial_factor", curve.initial_factor,
-              "from 0 to 1");
-  check_curve(applied_steps >= 0, "applied_steps", applied_steps, "at least 0");
+  check_curve_param(is_factor(curve.min_factor), "min_factor", curve.min_factor, "from 0 to 1");
+  check_curve_param(is_factor(curve.initial_factor), "initial_factor", curve.initial_factor,
+                    "from 0 to 1");
+  check_curve_param(applied_steps >= 0, "applied_steps", applied_steps, "at least 0");
   if (applied_steps < warmup) {
     const double risen = static_cast<double>(applied_steps) / static_cast<double>(warmup);
     return curve.initial_factor + (1 - curve.initial_factor) * risen;
@@ -94,9 +94,9 @@ struct PolynomialCurve {
 
   /// Returns the factor after `applied_steps` steps.
   double factor(int64_t applied_steps) const {
-    detail::check_curve(detail::is_above(power, 0) && !detail::is_nonfinite(power), "power", power,
-                        "positive and finite");
-    return detail::warmed_up(*this, applied_steps, [this](double /*done*/, double remaining) {
+    detail::check_curve_param(detail::is_above(power, 0) && !detail::is_nonfinite(power), "power",
+                              power, "positive and finite");
+    return detail::compute_factor(*this, applied_steps, [this](double /*done*/, double remaining) {
       return std::pow(remaining, power);
     });
   }
@@ -115,7 +115,7 @@ struct CosineCurve {
 
   /// Returns the factor after `applied_steps` steps.
   double factor(int64_t applied_steps) const {
-    return detail::warmed_up(*this, applied_steps, [](double done, double /*remaining*/) {
+    return detail::compute_factor(*this, applied_steps, [](double done, double /*remaining*/) {
       return 0.5 * (1 + std::cos(std::numbers::pi * done));
     });
   }
@@ -123,12 +123,12 @@ struct CosineCurve {
 
 namespace detail {
 
-/// A curve as the table that FusedOptimizer::set_lr_factors takes.
+/// A curve as the table that MixedPrecisionOptimizer::set_lr_factors takes.
 template <LrCurve Curve>
-std::vector<double> lr_factors(const Curve& curve) {
+std::vector<double> make_lr_factors(const Curve& curve) {
   const int64_t total = curve.total_steps;
-  check_curve(total >= 0 && total < (int64_t{1} << 24), "total_steps", total,
-              "from 0 to 16777215, up to which a device counts steps");
+  check_curve_param(total >= 0 && total < (int64_t{1} << 24), "total_steps", total,
+                    "from 0 to 16777215, up to which a device counts steps");
   std::vector<double> factors;
   factors.reserve(static_cast<std::size_t>(total) + 1);
   for (int64_t n = 0; n <= total; ++n) factors.push_back(curve.factor(n));
@@ -136,12 +136,12 @@ std::vector<double> lr_factors(const Curve& curve) {
 }
 
 /// What a file has of a schedule.
-struct FiledSchedule {
+struct SerializedSchedule {
   int64_t applied_steps;
   std::vector<double> base_lrs;
 
   /// Reads a file for an optimizer of `groups` groups. \throws c10::Error for any other
-  FiledSchedule(torch::serialize::InputArchive& archive, std::size_t groups) {
+  SerializedSchedule(torch::serialize::InputArchive& archive, std::size_t groups) {
     c10::IValue steps, lrs;
     TORCH_CHECK(
         archive.try_read("applied_steps", steps) && archive.try_read("base_lrs", lrs) &&
@@ -192,11 +192,12 @@ class LrSchedule {
   /// Sets the rates of the next step. Waits where a device has counted steps already.
   /// \throws c10::Error if the curve refuses its numbers; with an optimizer of mezzo's also if the
   ///   curve is longer than 2^24 - 1 steps, beyond which no device counts
-  LrSchedule(AnyOptimizer optimizer, Curve curve)
+  LrSchedule(OptimizerRef optimizer, Curve curve)
       : optimizer_(optimizer), curve_(std::move(curve)) {
-    if (mezzos() != nullptr) mezzos()->set_lr_factors(detail::lr_factors(curve_));
+    if (mixed_precision() != nullptr)
+      mixed_precision()->set_lr_factors(detail::make_lr_factors(curve_));
     known_steps_ = applied_steps();
-    show_lrs();
+    set_optimizer_lrs();
   }
   /// Takes a schedule over; only the new object moves the rates.
   LrSchedule(LrSchedule&&) noexcept = default;
@@ -208,48 +209,50 @@ class LrSchedule {
 
   /// Moves the rates if the step ran. Call it after each `GradScaler::step`, with the result of
   /// that.
-  void step(const StepResult& result) {
-    if (mezzos() == nullptr) {
-      if (result.ran()) ++known_steps_;
-    } else if (!mezzos()->counts_on_host()) {
-      pending_.push_back(result);
-      std::erase_if(pending_, [this](const StepResult& one) {
-        const bool is_known = one.ready();
-        if (is_known && one.ran()) ++known_steps_;
+  void step(const StepResult& step_result) {
+    if (mixed_precision() == nullptr) {
+      if (step_result.applied()) ++known_steps_;
+    } else if (!mixed_precision()->has_host_step_count()) {
+      pending_.push_back(step_result);
+      std::erase_if(pending_, [this](const StepResult& result) {
+        const bool is_known = result.ready();
+        if (is_known && result.applied()) ++known_steps_;
         return is_known;
       });
       if (pending_.size() > kMaxPending) pending_.erase(pending_.begin());
     }
-    show_lrs();
+    set_optimizer_lrs();
   }
 
   /// Moves the rates after a step without a scaler, which always runs. Warns once after a step of a
   /// libtorch optimizer that a scaler of this thread has skipped, which it counts all the same.
   void step() {
-    if (detail::skipped_optimizer == &optimizer_.optimizer() && mezzos() == nullptr) {
+    if (detail::skipped_optimizer == &optimizer_.optimizer() && mixed_precision() == nullptr) {
       TORCH_WARN_ONCE(
           "LrSchedule::step() counts a step that the GradScaler has skipped. Give it the result: "
           "auto result = scaler.step(optimizer); scaler.update(); schedule.step(result);");
     }
     ++known_steps_;
-    show_lrs();
+    set_optimizer_lrs();
   }
 
   /// Returns how many steps were applied. An optimizer of mezzo's counts all that it applied, and
   /// this waits for its device.
   int64_t applied_steps() const {
-    return mezzos() != nullptr ? mezzos()->applied_steps() : known_steps_;
+    return mixed_precision() != nullptr ? mixed_precision()->applied_steps() : known_steps_;
   }
 
   /// Returns the rate of each group's next step. Waits as `applied_steps` does.
   std::vector<double> lrs() const {
     // An optimizer that is not mezzo's steps with what its options say.
-    return mezzos() != nullptr ? mezzos()->lrs() : detail::lrs_of(groups());
+    return mixed_precision() != nullptr ? mixed_precision()->lrs()
+                                        : detail::get_current_lrs(groups());
   }
 
   /// Returns the rate that the factor multiplies, for each group.
   std::vector<double> base_lrs() const {
-    return mezzos() != nullptr ? mezzos()->base_lrs() : scheduled_.bases(groups());
+    return mixed_precision() != nullptr ? mixed_precision()->base_lrs()
+                                        : scheduled_.base_lrs(groups());
   }
 
   /// Goes on as after `applied_steps` applied steps, for files of your own. With an optimizer of
@@ -258,10 +261,10 @@ class LrSchedule {
   void set_applied_steps(int64_t applied_steps) {
     TORCH_CHECK(applied_steps >= 0, "set_applied_steps: applied_steps is ", applied_steps,
                 "; it should be at least 0");
-    if (mezzos() != nullptr) mezzos()->set_applied_steps(applied_steps);
+    if (mixed_precision() != nullptr) mixed_precision()->set_applied_steps(applied_steps);
     known_steps_ = applied_steps;
     pending_.clear();
-    show_lrs();
+    set_optimizer_lrs();
   }
 
   /// `torch::save(schedule, path)` and `torch::load(schedule, path)` write and read the number of
@@ -278,40 +281,43 @@ class LrSchedule {
   /// Loads a schedule; see operator<<.
   friend torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive& archive,
                                                     LrSchedule& schedule) {
-    const detail::FiledSchedule filed(archive, schedule.groups().size());
-    if (schedule.mezzos() != nullptr) {
-      schedule.mezzos()->set_base_lrs(filed.base_lrs);
+    const detail::SerializedSchedule serialized(archive, schedule.groups().size());
+    if (schedule.mixed_precision() != nullptr) {
+      schedule.mixed_precision()->set_base_lrs(serialized.base_lrs);
     } else {
-      schedule.scheduled_.set(filed.base_lrs, schedule.groups());
+      schedule.scheduled_.set_base_lrs(serialized.base_lrs, schedule.groups());
     }
-    schedule.set_applied_steps(filed.applied_steps);
+    schedule.set_applied_steps(serialized.applied_steps);
     return archive;
   }
   /// Throws what loading the archive would throw, and changes nothing.
   friend void check_archive(torch::serialize::InputArchive& archive, const LrSchedule& schedule) {
-    (void)detail::FiledSchedule(archive, schedule.groups().size());
+    (void)detail::SerializedSchedule(archive, schedule.groups().size());
   }
 
  private:
-  optim::FusedOptimizer* mezzos() const noexcept { return optimizer_.mezzos(); }
+  optim::MixedPrecisionOptimizer* mixed_precision() const noexcept {
+    return optimizer_.mixed_precision();
+  }
   detail::ScheduledLrs::Groups& groups() const noexcept {
     return optimizer_.optimizer().param_groups();
   }
 
   /// Sets the groups' options to the rates of the next step, as far as the host knows it.
-  void show_lrs() {
-    if (mezzos() == nullptr) return scheduled_.show(groups(), curve_.factor(known_steps_));
-    if (mezzos()->counts_on_host()) {
-      known_steps_ = mezzos()->applied_steps();
+  void set_optimizer_lrs() {
+    if (mixed_precision() == nullptr)
+      return scheduled_.set_optimizer_lrs(groups(), curve_.factor(known_steps_));
+    if (mixed_precision()->has_host_step_count()) {
+      known_steps_ = mixed_precision()->applied_steps();
       pending_.clear();
     }
-    mezzos()->show_lrs(known_steps_);
+    mixed_precision()->set_optimizer_lrs(known_steps_);
   }
 
   /// Results of captured steps are never ready: so many wait at most.
   static constexpr std::size_t kMaxPending = 64;
 
-  AnyOptimizer optimizer_;
+  OptimizerRef optimizer_;
   Curve curve_;
   int64_t known_steps_ = 0;          // applied steps that the host knows of
   std::vector<StepResult> pending_;  // of steps that a device decided, not known yet

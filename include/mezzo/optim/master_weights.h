@@ -4,10 +4,10 @@
 #pragma once
 
 #include <mezzo/base/version.h>
+#include <mezzo/optim/detail/fused_param_state.h>
 #include <mezzo/optim/detail/optimizer_archive.h>
-#include <mezzo/optim/detail/optimizer_words.h>
-#include <mezzo/optim/detail/param_slot.h>
-#include <mezzo/optim/optimizer.h>
+#include <mezzo/optim/detail/optimizer_description.h>
+#include <mezzo/optim/optimizer_ref.h>
 
 #include <ATen/core/Tensor.h>
 #include <torch/optim/optimizer.h>
@@ -24,7 +24,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 ///
 /// After `mezzo::MasterWeights masters(sgd)` give a GradScaler `masters`, not `sgd`, which would
 /// train the 16-bit weights. MasterWeights is no optimizer: groups, options, rates and `zero_grad`
-/// are those of `sgd`, which must outlive it. Everything that takes an AnyOptimizer (GradScaler,
+/// are those of `sgd`, which must outlive it. Everything that takes an OptimizerRef (GradScaler,
 /// clipping, LrSchedule, TrainingState) takes it. mezzo's own optimizers do the same by
 /// WeightStorage::fp32_master, in one pass.
 ///
@@ -34,7 +34,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 ///
 /// Memory: 4 bytes an element of 16 bits for the master, and 4 for the float gradient during a
 /// step. Use it from one thread at a time, and make one MasterWeights for an optimizer.
-class MasterWeights : public optim::FusedOptimizer, public optim::ArchiveChecker {
+class MasterWeights : public optim::MixedPrecisionOptimizer, public optim::ArchiveChecker {
  public:
   /// Keeps a reference to `optimizer`.
   /// \throws c10::Error for torch::optim::LBFGS, for an optimizer of mezzo's, which keeps masters
@@ -74,29 +74,29 @@ class MasterWeights : public optim::FusedOptimizer, public optim::ArchiveChecker
 
  private:
   /// A parameter of 16 bits and its master. Holding the parameter keeps its address its own.
-  struct Kept {
+  struct MasterEntry {
     at::Tensor parameter{};
-    detail::KeptWeights weights{};
+    detail::MasterState state{};
   };
 
   static constexpr const char* kName = "MasterWeights";
-  detail::OptimizerWords words() const { return {kName, inner_->param_groups()}; }
+  detail::OptimizerDescription description() const { return {kName, inner_->param_groups()}; }
 
   /// What an archive holds beside the inner optimizer, checked.
   struct ArchiveContents {
-    std::unordered_map<const c10::TensorImpl*, Kept> masters{};
+    std::unordered_map<const c10::TensorImpl*, MasterEntry> masters{};
     Progress progress{};
     torch::serialize::InputArchive inner{};
   };
   ArchiveContents read_archive(torch::serialize::InputArchive& archive) const;
 
-  void meet_parameters();
-  detail::KeptWeights& settled(const at::Tensor& parameter);
+  void check_parameters();
+  detail::MasterState& get_master_state(const at::Tensor& parameter);
   void step_inner(const StepPlan& plan, const detail::GradMultipliers& multipliers);
 
   torch::optim::Optimizer* inner_;
-  std::unordered_map<const c10::TensorImpl*, Kept> masters_;
-  std::size_t parameters_ = 0;  // in all groups, when meet_parameters looked at them
+  std::unordered_map<const c10::TensorImpl*, MasterEntry> masters_;
+  std::size_t num_checked_params_ = 0;  // in all groups, when check_parameters looked at them
 };
 
 /// Returns the tensors that `optimizer` trains, in the order of its groups: for each parameter its
@@ -111,10 +111,10 @@ class MasterWeights : public optim::FusedOptimizer, public optim::ArchiveChecker
 /// no step has made yet. Masters stay the same tensors from step to step, until the parameter moves
 /// to another device. Read them and write their gradients, but set weights at the parameter.
 /// \throws c10::Error for a parameter of WeightStorage::split_master, which has no such tensor
-std::vector<at::Tensor> master_params(AnyOptimizer optimizer);
+std::vector<at::Tensor> master_params(OptimizerRef optimizer);
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
 #ifndef MEZZO_COMPILED_LIB
-#include <mezzo/optim/detail/master_weights_impl.h>  // IWYU pragma: export
+#include <mezzo/optim/detail/master_weights_inl.h>  // IWYU pragma: export
 #endif

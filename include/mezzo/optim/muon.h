@@ -4,7 +4,7 @@
 #pragma once
 
 #include <mezzo/base/version.h>
-#include <mezzo/optim/detail/ordinary_optimizer.h>
+#include <mezzo/optim/detail/torch_optimizer_base.h>
 
 #include <ATen/ScalarOps.h>
 #include <ATen/core/Tensor.h>
@@ -28,7 +28,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace optim {
 
 /// The options of Python's torch.optim.Muon, with its names and defaults.
-struct MuonOptions : public detail::ListedOptions<MuonOptions> {
+struct MuonOptions : public detail::SerializableOptions<MuonOptions> {
   /// The names of the options in files.
   static constexpr std::array kKeys{"lr",       "weight_decay",    "momentum",
                                     "nesterov", "ns_coefficients", "eps",
@@ -58,9 +58,9 @@ struct MuonOptions : public detail::ListedOptions<MuonOptions> {
 
  public:
   /// Returns references to these options.
-  static auto values(auto& own) {
-    return std::tie(own.lr_, own.weight_decay_, own.momentum_, own.nesterov_, own.ns_coefficients_,
-                    own.eps_, own.ns_steps_, own.adjust_lr_fn_);
+  static auto values(auto& self) {
+    return std::tie(self.lr_, self.weight_decay_, self.momentum_, self.nesterov_,
+                    self.ns_coefficients_, self.eps_, self.ns_steps_, self.adjust_lr_fn_);
   }
 };
 
@@ -88,22 +88,22 @@ using MuonParamState = torch::optim::SGDParamState;
 /// train weights of 16 bits as floats. libtorch has no Muon: files are mezzo's own. A gradient of
 /// bfloat16 without `nesterov` leaves the running mean as it is; in Python's (2.11) such a step
 /// divides it by its norm.
-class Muon : public detail::OrdinaryOptimizer<Muon, MuonOptions, MuonParamState> {
+class Muon : public detail::TorchOptimizerBase<Muon, MuonOptions, MuonParamState> {
  public:
   /// Takes param groups or parameters, and MuonOptions, which have defaults.
   /// \throws c10::Error for a parameter that is no matrix or complex, options out of range, or if
   ///   there is no parameter, a parameter is given twice, or two share memory
-  using OrdinaryOptimizer::OrdinaryOptimizer;
+  using TorchOptimizerBase::TorchOptimizerBase;
 
  private:
-  friend OrdinaryOptimizer;
+  friend TorchOptimizerBase;
   static constexpr const char* kName = "Muon";
-  static constexpr const char* kOptions = "mezzo::optim::MuonOptions";
+  static constexpr const char* kOptionsName = "mezzo::optim::MuonOptions";
   static void check_options(const MuonOptions& options) {
-    detail::check_numbers(kName, {{"lr", options.lr()},
-                                  {"weight_decay", options.weight_decay()},
-                                  {"momentum", options.momentum()},
-                                  {"eps", options.eps()}});
+    detail::check_hyperparams(kName, {{"lr", options.lr()},
+                                      {"weight_decay", options.weight_decay()},
+                                      {"momentum", options.momentum()},
+                                      {"eps", options.eps()}});
     TORCH_CHECK(
         options.ns_steps() >= 0 && options.ns_steps() < 100, "Muon: ns_steps is ",
         options.ns_steps(),
@@ -113,13 +113,14 @@ class Muon : public detail::OrdinaryOptimizer<Muon, MuonOptions, MuonParamState>
                 "Muon: Adjust learning rate function ", options.adjust_lr_fn(),
                 " is not supported; give \"original\" or \"match_rms_adamw\"");
   }
-  static void check_parameter(const at::Tensor& parameter, const detail::OptimizerWords& words) {
+  static void check_parameter(const at::Tensor& parameter,
+                              const detail::OptimizerDescription& description) {
     TORCH_CHECK(parameter.dim() == 2,
                 "Muon only supports 2D parameters whereas we found a parameter with size: ",
-                parameter.sizes(), ", ", words.parameter(parameter),
+                parameter.sizes(), ", ", description.describe(parameter),
                 "; give it to an AdamW beside this Muon");
     TORCH_CHECK(!parameter.is_complex(), "Muon does not support complex parameters, and ",
-                words.parameter(parameter), " is one; give it to another optimizer");
+                description.describe(parameter), " is one; give it to another optimizer");
   }
   inline void update();
 };
@@ -146,7 +147,7 @@ inline void Muon::update() {
     for (const at::Tensor& parameter : group.params()) {
       const at::Tensor& gradient = parameter.grad();
       if (!gradient.defined()) continue;
-      at::Tensor& mean = state_of(parameter).momentum_buffer();
+      at::Tensor& mean = get_or_create_state(parameter).momentum_buffer();
       if (!mean.defined()) mean = at::zeros_like(gradient);
       mean = mean.to(gradient.scalar_type());  // where a file's gradients had another
       mean.lerp_(gradient, 1 - options.momentum());

@@ -16,14 +16,14 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 /// The numbers that a step takes from the options of a param group.
-struct GroupNumbers {
+struct GroupHyperParams {
   double lr = 0;
-  bool follows_table = false;       ///< the device multiplies `lr` by a schedule's factor
-  FunctorArgs functor_args{};       ///< the rule's own numbers
-  bool has_extra_moment = false;    ///< takes the rule's other loop: amsgrad, momentum
-  int moments = 0;                  ///< how many; none for SGD without momentum
-  bool begins_as_gradient = false;  ///< with dampening, the first buffer is the first gradient
-  const char* missing_in_aten = nullptr;  ///< why ATen's kernels cannot step this group
+  bool lr_factor_on_device = false;  ///< the device multiplies `lr` by a schedule's factor
+  FunctorArgs functor_args{};        ///< the rule's own numbers
+  bool has_extra_moment = false;     ///< takes the rule's other loop: amsgrad, momentum
+  int num_moments = 0;               ///< how many; none for SGD without momentum
+  bool starts_as_gradient = false;   ///< with dampening, the first buffer is the first gradient
+  const char* aten_unsupported_reason = nullptr;  ///< why ATen's kernels cannot step this group
 };
 
 }  // namespace detail
@@ -49,24 +49,24 @@ struct StepPlan {
   /// A parameter with a gradient. Every optimizer sets `storage` (`fp32_master` in a
   /// MasterWeights); mezzo's own also set group, number and the addresses that there are before the
   /// step. Between `plan` and `apply` they stay as they are.
-  struct Row : detail::ParamArgs {
+  struct Param : detail::ParamArgs {
     const at::Tensor* parameter = nullptr;  ///< in the groups of the optimizer
     at::Tensor gradient{};                  ///< of the parameter, dense
     /// The optimizer's state of the parameter; null where there is none yet.
     torch::optim::OptimizerParamState* state = nullptr;
   };
 
-  std::vector<Row> rows{};                     ///< device by device
-  std::vector<detail::GroupNumbers> groups{};  ///< what the options of each group say
-  bool has_devices = false;                    ///< gradients lie on several devices
+  std::vector<Param> params{};                     ///< device by device
+  std::vector<detail::GroupHyperParams> groups{};  ///< what the options of each group say
+  bool spans_devices = false;                      ///< gradients lie on several devices
   bool is_checked = false;  ///< gradients are dense, of our dtypes, on their parameters' devices
   /// A gradient is of half and its parameter keeps no master: unscaled, it would underflow.
-  bool has_bare_half = false;
+  bool has_fp16_without_master = false;
   /// Other ranks have rows, even if this one has none: all ranks go through the step together.
-  bool has_rows_elsewhere = false;
+  bool other_ranks_have_grads = false;
 
   /// Whether a rank has a gradient.
-  bool has_rows() const noexcept { return has_rows_elsewhere || !rows.empty(); }
+  bool has_params() const noexcept { return other_ranks_have_grads || !params.empty(); }
 };
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -6,7 +6,7 @@
 #include <mezzo/base/grad_scaler_options.h>
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/update_scale.h>
-#include <mezzo/optim/optimizer.h>
+#include <mezzo/optim/optimizer_ref.h>
 #include <mezzo/optim/step_result.h>
 #include <mezzo/scaling/detail/device_step_future.h>
 #include <mezzo/scaling/detail/per_optimizer_state.h>
@@ -95,7 +95,7 @@ class GradScaler {
   /// \throws c10::Error when called twice or after `step` in an iteration, before any `scale`, for
   ///   fp16 gradients of parameters without a master (see `allow_fp16_gradients`), or for gradients
   ///   that were unscaled for another optimizer
-  at::Tensor unscale_(AnyOptimizer optimizer);
+  at::Tensor unscale_(OptimizerRef optimizer);
 
   /// Unscales, checks, has_max_norm and steps in few passes: `scaler.step(optimizer, {.max_norm
   /// = 1.0})`.
@@ -115,16 +115,16 @@ class GradScaler {
   ///   a gradient, for fp16 gradients as `unscale_` does, for gradients that a scaled backward
   ///   pass has replaced after `unscale_`, or that were unscaled for another optimizer, or unless
   ///   max_norm is positive
-  StepResult step(AnyOptimizer optimizer, const StepOptions& options = {});
+  StepResult step(OptimizerRef optimizer, const StepOptions& options = {});
 
   /// Calls `optimizer.step(closure)` if this scaler is disabled.
   /// \throws c10::Error if it is enabled, unless `closure` is null
   template <std::convertible_to<torch::optim::Optimizer::LossClosure> Closure>
-  StepResult step(AnyOptimizer optimizer, const Closure& closure) {
+  StepResult step(OptimizerRef optimizer, const Closure& closure) {
     return step_with_closure(optimizer, closure);
   }
   /// Refuses a number alone: write `step(optimizer, {.max_norm = 1.0})`.
-  StepResult step(AnyOptimizer, detail::BareNumber auto) = delete;  // {.max_norm = 1.0}
+  StepResult step(OptimizerRef, detail::BareNumber auto) = delete;  // {.max_norm = 1.0}
 
   /// Ends the iteration: moves the scale by what the checks found, and forgets the optimizers. No
   /// host sync.
@@ -204,11 +204,11 @@ class GradScaler {
   void check_scaled(const torch::optim::Optimizer& optimizer, const StepPlan& plan) const;
   void merge_found_inf(State& state, GradStats& stats) const;
   void mark_cleared_grads();
-  void unscale_grads(AnyOptimizer optimizer, State& state);
-  StepResult step_fused(optim::FusedOptimizer& fused, const StepOptions& options);
-  StepResult step_with_host_sync(AnyOptimizer optimizer, const StepOptions& options);
-  StepResult step_disabled(AnyOptimizer optimizer, const StepOptions& options);
-  StepResult step_with_closure(AnyOptimizer optimizer,
+  void unscale_grads(OptimizerRef optimizer, State& state);
+  StepResult step_fused(optim::MixedPrecisionOptimizer& fused, const StepOptions& options);
+  StepResult step_with_host_sync(OptimizerRef optimizer, const StepOptions& options);
+  StepResult step_disabled(OptimizerRef optimizer, const StepOptions& options);
+  StepResult step_with_closure(OptimizerRef optimizer,
                                const torch::optim::Optimizer::LossClosure& closure);
   void add_found_inf(const State& state);
   bool can_set_scale() const;

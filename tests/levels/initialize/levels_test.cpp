@@ -153,7 +153,7 @@ TEST(Initialize, GivesEveryTensorItsDtypeAtEveryLevelWithEveryOptimizer) {
       const auto trained = amp.master_params(*optimizer);
       EXPECT_EQ(trained[0].scalar_type(), expected.masters);
       EXPECT_EQ(trained[0].grad().scalar_type(), expected.masters);
-      EXPECT_TRUE(amp.step(*optimizer).ran());
+      EXPECT_TRUE(amp.step(*optimizer).applied());
       EXPECT_FALSE(before.equal(net->head->weight));
       EXPECT_EQ(net->conv->weight.scalar_type(), expected.weights);
       EXPECT_TRUE(net->head->weight.equal(amp.master_params(*optimizer)[4].to(expected.weights)));
@@ -285,7 +285,7 @@ TEST(Initialize, TakesAdagradWhichHasStateBeforeItsFirstStep) {
     auto amp = mezzo::initialize(net, optimizer,
                                  OptLevel::parse(level.name(), {.loss_scale = 128.0}), kQuiet);
     amp.backward(amp.forward(net, torch::ones({1, 2})).sum(), optimizer);
-    EXPECT_TRUE(amp.step(optimizer).ran());
+    EXPECT_TRUE(amp.step(optimizer).applied());
     EXPECT_TRUE((before - net->weight).allclose(torch::full({2, 2}, 0.5), 1e-2, 1e-2));
     torch::nn::Linear other(2, 2);
     torch::optim::Adagrad stepped(other->parameters(), 0.5);
@@ -360,7 +360,7 @@ TEST(Initialize, VerbosityZeroPrintsNothingAndOneEachSkipOnce) {
           for (const int64_t loss_id : {0, 1}) {
             optimizer->zero_grad();
             amp->backward(amp->forward(model, filled(kInfinity)), *optimizer, {.loss_id = loss_id});
-            EXPECT_FALSE(amp->step(*optimizer).ran());
+            EXPECT_FALSE(amp->step(*optimizer).applied());
           }
         });
         EXPECT_EQ(of_level.empty(), verbosity == 0) << of_level;
@@ -381,7 +381,7 @@ TEST(Initialize, DoesNothingWhenItIsNotEnabled) {
     EXPECT_TRUE(scaled.is_same(loss));
     scaled.backward();
   });
-  EXPECT_TRUE(amp.step(optimizer).ran());
+  EXPECT_TRUE(amp.step(optimizer).applied());
   EXPECT_EQ(&amp.wrapped_optimizer(optimizer).optimizer(), &optimizer);
   EXPECT_TRUE(amp.state_dict().empty());
 }

@@ -43,7 +43,7 @@ inners() {
 bool step_with(LossScaleOptimizer& optimizer, const torch::Tensor& weight, double factor) {
   optimizer.zero_grad();
   optimizer.scale((weight * factor).sum()).backward();
-  return optimizer.step().ran();
+  return optimizer.step().applied();
 }
 
 TEST(LossScaleOptimizer, HasKerassDefaults) {
@@ -94,7 +94,7 @@ TEST(LossScaleOptimizer, AFileWithABadScaleLeavesTheInnerOptimizerAsItWas) {
 }
 
 // A number alone might be the first scale, or TensorFlow's constant one.
-static_assert(!std::is_constructible_v<LossScaleOptimizer, mezzo::AnyOptimizer, double>);
+static_assert(!std::is_constructible_v<LossScaleOptimizer, mezzo::OptimizerRef, double>);
 
 TEST(LossScaleOptimizer, StepsUnscaledMovesTheScaleAndCountsAppliedStepsOnly) {
   for (const auto& make : inners()) {
@@ -215,7 +215,7 @@ TEST(LossScaleOptimizer, UnscalesTheNextBatchTooAfterAStepThatThrew) {
         optimizer.zero_grad();
         optimizer.scale((weight * 0.25).sum()).backward();
       }
-      EXPECT_TRUE(optimizer.step({.max_norm = max_norm}).ran());
+      EXPECT_TRUE(optimizer.step({.max_norm = max_norm}).applied());
       EXPECT_EQ(weight[0].item<float>(), 0.75F) << max_norm << again;
       EXPECT_EQ(optimizer.iterations(), 1);
     }

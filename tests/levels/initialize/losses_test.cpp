@@ -71,7 +71,7 @@ struct Trio {
   }
 
   std::vector<bool> step() {
-    return {amp.step(*first_optimizer).ran(), amp.step(*second_optimizer).ran()};
+    return {amp.step(*first_optimizer).applied(), amp.step(*second_optimizer).applied()};
   }
 
   Vector first, second;
@@ -125,7 +125,7 @@ TEST(ScaleLoss, AddsUpGradientsThatLieInBuckets) {
   for (const bool delays : {false, true}) {
     buckets.zero_grad(/*set_to_none=*/false);
     amp.backward(amp.forward(model, filled(0.125)), optimizer);
-    buckets.reattach_gradients();
+    buckets.copy_grads_to_buckets();
     amp.backward(amp.forward(model, filled(0.0625)), optimizer);
     amp.backward(amp.forward(model, filled(0.0625)), optimizer, {.delay_unscale = delays});
     EXPECT_EQ(amp.step(optimizer, {.max_norm = 100}).grad_norm(), 0.5);
@@ -171,13 +171,13 @@ TEST(ScaleLoss, TrainsAGanWhereOneLossOverflowsAndTheOtherOptimizerSteps) {
     if (iteration == 1) of_real = of_real * kInfinity;
     amp.backward(of_real, for_critic, {.loss_id = 0});
     amp.backward(amp.forward(critic, fake.detach()).mean(), for_critic, {.loss_id = 1});
-    critic_ran.push_back(amp.step(for_critic).ran());
+    critic_ran.push_back(amp.step(for_critic).applied());
 
     for_generator.zero_grad();
     torch::Tensor of_fake = -amp.forward(critic, fake).mean();
     if (iteration == 2) of_fake = of_fake * kInfinity;
     amp.backward(of_fake, for_generator, {.loss_id = 2});
-    generator_ran.push_back(amp.step(for_generator).ran());
+    generator_ran.push_back(amp.step(for_generator).applied());
   }
   EXPECT_EQ(critic_ran, (std::vector<bool>{true, false, true, true}));
   EXPECT_EQ(generator_ran, (std::vector<bool>{true, true, false, true}));
@@ -193,7 +193,7 @@ TEST(ScaleLoss, SkipsWhereGradientsAreBrokenAfterwards) {
       Amp amp = mezzo::initialize(model, *optimizer, level, {.verbosity = 0});
       amp.backward(amp.forward(model, filled(0.5)), *optimizer);
       amp.master_params(*optimizer)[0].grad()[1] = std::nan("");
-      EXPECT_FALSE(amp.step(*optimizer).ran()) << level.name();
+      EXPECT_FALSE(amp.step(*optimizer).applied()) << level.name();
       EXPECT_EQ(weight_of(model), 1.0F);
     }
   }
@@ -234,7 +234,7 @@ TEST(ScaleLoss, TakesAGradientPenaltyThroughDoubleBackward) {
     EXPECT_TRUE(
         amp.master_params(optimizer)[0].grad().allclose(reference->weight.grad(), 2e-2, 2e-3))
         << level.name();
-    EXPECT_TRUE(amp.step(optimizer).ran());
+    EXPECT_TRUE(amp.step(optimizer).applied());
   }
 }
 

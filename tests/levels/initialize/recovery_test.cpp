@@ -84,7 +84,7 @@ TEST(AmpRecovery, StepsAgainAfterAStepThatThrew) {
         Solo solo(level);
         solo.pass(0.25, delays);
         solo.step_that_throws(max_norm);
-        EXPECT_TRUE(solo.amp.step(solo.sgd, {.max_norm = max_norm}).ran());
+        EXPECT_TRUE(solo.amp.step(solo.sgd, {.max_norm = max_norm}).applied());
         EXPECT_EQ(weight_of(solo.model), 0.75F) << level.name() << delays << max_norm;
         EXPECT_EQ(solo.amp.scaler().get_scale(), kScale);
       }
@@ -102,7 +102,7 @@ TEST(AmpRecovery, StartsABatchAnewAfterAStepThatThrew) {
           solo.step_that_throws(max_norm);
           by_amp ? solo.amp.zero_grad(solo.sgd) : solo.sgd.zero_grad();
           solo.pass(0.5, delays);
-          EXPECT_TRUE(solo.amp.step(solo.sgd, {.max_norm = max_norm}).ran());
+          EXPECT_TRUE(solo.amp.step(solo.sgd, {.max_norm = max_norm}).applied());
           EXPECT_EQ(weight_of(solo.model), 0.5F) << level.name() << delays << max_norm << by_amp;
         }
       }
@@ -164,7 +164,7 @@ void expect_to_step_without_gradients(const Options& options) {
     Amp amp = mezzo::initialize(model, optimizer, scaled(OptLevel::O0()), kQuiet);
     amp.backward(amp.forward(model, filled(factor)), optimizer);
     optimizer.zero_grad();
-    EXPECT_TRUE(amp.step(optimizer).ran()) << "there is nothing to skip";
+    EXPECT_TRUE(amp.step(optimizer).applied()) << "there is nothing to skip";
     EXPECT_EQ(weight_of(model), 1.0F);
     EXPECT_EQ(amp.scaler().get_scale(), factor == 0.25 ? kScale : kScale / 2);
   }
@@ -192,7 +192,7 @@ TEST(AmpRecovery, RefusesItsCallsWithinABackwardPassAndGoesOn) {
   EXPECT_THAT(within([&] { amp.step(solo.sgd); }), refused);
   EXPECT_THAT(within([&] { amp.zero_grad(solo.sgd); }), refused);
   solo.pass(0.5);
-  EXPECT_TRUE(amp.step(solo.sgd).ran());
+  EXPECT_TRUE(amp.step(solo.sgd).applied());
   EXPECT_EQ(weight_of(solo.model), 0.5F);
 }
 
@@ -200,10 +200,10 @@ TEST(AmpRecovery, GoesOnAfterASkipCallbackThatThrew) {
   Solo solo(OptLevel::O1());
   solo.amp.scaler().on_skip([](const mezzo::SkippedStep&) { throw std::runtime_error("stop"); });
   EXPECT_THROW(solo.pass(kInfinity), std::runtime_error);
-  EXPECT_FALSE(solo.amp.step(solo.sgd).ran());
+  EXPECT_FALSE(solo.amp.step(solo.sgd).applied());
   solo.sgd.zero_grad();
   solo.pass(0.25);
-  EXPECT_TRUE(solo.amp.step(solo.sgd).ran());
+  EXPECT_TRUE(solo.amp.step(solo.sgd).applied());
   EXPECT_EQ(solo.amp.scaler().get_scale(), kScale / 2);
 }
 
@@ -230,7 +230,7 @@ TEST(AmpRecovery, StepsAgainAfterAStepThatThrewAtItsEnd) {
       sgd.hides = hides;
       amp.zero_grad(sgd);
       amp.backward(amp.forward(model, filled(0.25)), sgd);
-      const auto step = [&] { return amp.step(sgd, {.zero_grad = true}).ran(); };
+      const auto step = [&] { return amp.step(sgd, {.zero_grad = true}).applied(); };
       if (hides) {
         EXPECT_THROW(step(), c10::Error);
         model->weight.mutable_grad() = torch::Tensor();
@@ -252,7 +252,7 @@ TEST(AmpRecovery, GoesOnAfterAPassWhoseGradientCannotBeAdded) {
   EXPECT_THROW(solo.amp.scale_loss(solo.amp.forward(solo.model, filled(8)), solo.sgd, backward),
                c10::Error);
   solo.pass(0.5);
-  EXPECT_TRUE(solo.amp.step(solo.sgd).ran());
+  EXPECT_TRUE(solo.amp.step(solo.sgd).applied());
   EXPECT_EQ(weight_of(solo.model), 0.25F);
 }
 
@@ -261,7 +261,8 @@ TEST(ScaleLoss, InfOfOneOptimizerSkipsAllOfItsLoss) {
     for (const bool delays : {false, true}) {
       Pair pair(level);
       const auto steps = [&] {
-        return std::pair(pair.amp.step(pair.of_first).ran(), pair.amp.step(pair.of_second).ran());
+        return std::pair(pair.amp.step(pair.of_first).applied(),
+                         pair.amp.step(pair.of_second).applied());
       };
       if (delays) pair.pass_for_both(0.25, 0.25, /*delays=*/true);
       pair.pass_for_both(kInfinity, 0.25);
@@ -286,11 +287,11 @@ TEST(AmpOrder, LetsAnOptimizerStepAfterTheScaleOfItsLossHasMoved) {
   pair.amp.step(pair.of_first);
   EXPECT_THAT([&] { (void)pair.amp.state_dict(); },
               ThrowsMessage<c10::Error>(HasSubstr("has not stepped yet")));
-  EXPECT_TRUE(pair.amp.step(pair.of_second).ran());
+  EXPECT_TRUE(pair.amp.step(pair.of_second).applied());
   EXPECT_EQ(pair.clean_iterations(), 2);
   pair.of_second.zero_grad();
   pair.amp.backward(pair.amp.forward(pair.second, filled(0.5)), pair.of_second);
-  EXPECT_TRUE(pair.amp.step(pair.of_second).ran());
+  EXPECT_TRUE(pair.amp.step(pair.of_second).applied());
   EXPECT_EQ(weight_of(pair.second), 0.25F);
   EXPECT_EQ(pair.clean_iterations(), 3);
 }

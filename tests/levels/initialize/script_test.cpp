@@ -50,7 +50,7 @@ double loss_left(const ScriptModule& script, Optimizer& optimizer, const OptLeve
     const auto output = amp.forward(script, input).toTensor();
     const auto loss = torch::mse_loss(output.to(torch::kFloat), target);
     amp.backward(loss, optimizer);
-    EXPECT_TRUE(amp.step(optimizer).ran());
+    EXPECT_TRUE(amp.step(optimizer).applied());
     last = loss.template item<double>();
     if (step == 0) first = last;
   }

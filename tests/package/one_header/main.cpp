@@ -30,7 +30,7 @@ void train(const char* name) {
     schedule.step(result);
     ema.update(result);
   }
-  const mezzo::EmaScope averaged(ema);
+  const mezzo::EmaGuard averaged(ema);
   for (const auto& parameter : model->parameters()) {
     const auto flat = parameter.detach().flatten();
     for (int64_t i = 0; i < flat.numel(); ++i) {

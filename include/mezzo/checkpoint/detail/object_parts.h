@@ -8,9 +8,9 @@
 #include <mezzo/base/version.h>
 #include <mezzo/checkpoint/detail/archive_value.h>
 #include <mezzo/checkpoint/detail/part_of.h>
+#include <mezzo/optim/detail/fused_optimizer_base.h>
 #include <mezzo/optim/detail/optimizer_archive.h>
-#include <mezzo/optim/detail/step_engine.h>
-#include <mezzo/optim/optimizer.h>
+#include <mezzo/optim/optimizer_ref.h>
 
 #include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
@@ -141,20 +141,20 @@ MEZZO_INLINE CheckpointPart tensors_part(std::vector<at::Tensor>& tensors) {
 // --- Optimizers --------------------------------------------------------------------------------
 
 /// Returns a name such as "AdamW" or "MasterWeights of SGD".
-inline std::string class_in_files(const AnyOptimizer& optimizer) {
+inline std::string archive_class_name(const OptimizerRef& optimizer) {
   const torch::optim::Optimizer& stepped = optimizer.optimizer();
-  std::string name = class_in_files(stepped);
-  const optim::FusedOptimizer* const mezzos = optimizer.mezzos();
-  if (mezzos == nullptr || dynamic_cast<const torch::optim::Optimizer*>(mezzos) != nullptr) {
+  std::string name = archive_class_name(stepped);
+  const optim::MixedPrecisionOptimizer* const fused = optimizer.mixed_precision();
+  if (fused == nullptr || dynamic_cast<const torch::optim::Optimizer*>(fused) != nullptr) {
     return name;
   }
-  return class_in_files(c10::demangle(typeid(*mezzos).name())) + " of " + name;
+  return archive_class_name(c10::demangle(typeid(*fused).name())) + " of " + name;
 }
 
 /// Returns how an optimizer of mezzo's keeps its 16-bit weights; empty for one without, and for
 /// other optimizers.
 inline std::string storage_in_files(const torch::optim::Optimizer& optimizer) {
-  const auto* const mezzos = dynamic_cast<const StepEngine*>(&optimizer);
+  const auto* const fused = dynamic_cast<const FusedOptimizerBase*>(&optimizer);
   const auto& groups = optimizer.param_groups();
   const bool has_low = std::any_of(groups.begin(), groups.end(), [](const auto& group) {
     return std::any_of(group.params().begin(), group.params().end(),
@@ -162,9 +162,9 @@ inline std::string storage_in_files(const torch::optim::Optimizer& optimizer) {
   });
   constexpr std::array<const char*, 4> kNames{"plain", "fp32_master", "split_master",
                                               "stochastic_rounding"};
-  return mezzos == nullptr || !has_low
+  return fused == nullptr || !has_low
              ? ""
-             : kNames.at(static_cast<std::size_t>(mezzos->weight_options().weight_storage));
+             : kNames.at(static_cast<std::size_t>(fused->weight_storage_options().weight_storage));
 }
 
 /// Returns the shape of a parameter and, if the state has its module, the first of its names:
@@ -200,7 +200,7 @@ inline constexpr const char* kOwnArchive = "archive";
 
 /// Returns the archive that an optimizer's `load` takes, from a file's value.
 inline torch::serialize::InputArchive optimizer_archive(const c10::IValue& saved,
-                                                        const AnyOptimizer& optimizer) {
+                                                        const OptimizerRef& optimizer) {
   const c10::IValue own = item(saved, kOwnArchive);
   std::size_t most_keys = own.isNone() ? 1000 : 10000;  // and one for each parameter
   for (const auto& group : optimizer.optimizer().param_groups()) most_keys += group.params().size();
@@ -235,13 +235,13 @@ inline std::vector<std::vector<std::string>> saved_parameters(const c10::IValue&
 }
 
 /// Checks a file's state of an optimizer, of mezzo's or Python's, against the optimizer.
-inline void check_optimizer(const c10::IValue& saved, const AnyOptimizer& any,
+inline void check_optimizer(const c10::IValue& saved, const OptimizerRef& any,
                             const ParameterNames& names) {
   const bool has_own_archive = item(saved, kOwnArchive).isGenericDict();
   const c10::IValue inner = is_optimizer_state(saved) ? saved : item(saved, "optimizer");
   check_value(has_own_archive || is_optimizer_state(inner), saved, "an optimizer's state");
   const c10::IValue class_of_saved = item(saved, "class");  // Python's has none
-  const std::string name = class_in_files(any);
+  const std::string name = archive_class_name(any);
   TORCH_CHECK(class_of_saved.isNone() || class_of_saved.toStringRef() == name,
               "it is of the class ", class_of_saved.toStringRef(), " in the file, and ", name,
               " here. In C++: make the optimizer as it was saved, or leave it out of the state, "
@@ -272,7 +272,8 @@ inline void check_optimizer(const c10::IValue& saved, const AnyOptimizer& any,
         "the weight storage is ", storage, " in the file, and ", own_storage, " here");
   }
   auto archive = optimizer_archive(saved, any);
-  if (const auto* const own_check = dynamic_cast<const optim::ArchiveChecker*>(any.mezzos())) {
+  if (const auto* const own_check =
+          dynamic_cast<const optim::ArchiveChecker*>(any.mixed_precision())) {
     own_check->check_load(archive);  // of a MasterWeights, which is no torch::optim::Optimizer
   } else {
     check_load(archive, any.optimizer());
@@ -335,16 +336,16 @@ archive_part(const std::function<void(torch::serialize::OutputArchive&)>& put,
 ///
 ///     {"state": ..., "param_groups": ..., "class": "AdamW", "weight_storage": "split_master",
 ///      "parameters": [["[3, 2] model.0.weight", "[3] model.0.bias"]]}
-MEZZO_INLINE CheckpointPart optimizer_part(const std::function<AnyOptimizer()>& find) {
+MEZZO_INLINE CheckpointPart optimizer_part(const std::function<OptimizerRef()>& find) {
   (void)find();  // throws for a null pointer
   CheckpointPart part;
   part.save = [find](const ParameterNames& names) {
     const c10::NoGradGuard no_grad;
-    const AnyOptimizer optimizer = find();
+    const OptimizerRef optimizer = find();
     torch::serialize::OutputArchive archive;
     optimizer.save(archive);
     PythonDict value = python_form(dict_of(module_in(archive))).toGenericDict();
-    const std::string name = class_in_files(optimizer);
+    const std::string name = archive_class_name(optimizer);
     // A ShardedOptimizer writes on rank 0 alone.
     const bool is_sharded = dynamic_cast<optim::ShardedState*>(&optimizer.optimizer());
     TORCH_CHECK(!value.empty() || is_sharded, name,
@@ -382,10 +383,10 @@ MEZZO_INLINE CheckpointPart optimizer_part(const std::function<AnyOptimizer()>& 
         }
       }
       auto archive = optimizer_archive(copied(saved, devices), optimizer);
-      if (optimizer.mezzos() != nullptr) {
+      if (optimizer.mixed_precision() != nullptr) {
         optimizer.load(archive);
       } else {
-        load_whole(archive, optimizer.optimizer());
+        load_atomically(archive, optimizer.optimizer());
       }
     };
   };

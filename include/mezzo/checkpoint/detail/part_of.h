@@ -4,7 +4,7 @@
 #include <mezzo/base/model_refs.h>
 #include <mezzo/base/tensors_by_name.h>
 #include <mezzo/base/version.h>
-#include <mezzo/optim/optimizer.h>
+#include <mezzo/optim/optimizer_ref.h>
 
 #include <ATen/core/Dict.h>
 #include <ATen/core/Generator.h>
@@ -127,7 +127,7 @@ inline c10::IValue item(const c10::IValue& dict, const c10::IValue& key) {
 
 // Defined in object_parts.h.
 CheckpointPart module_part(const std::function<std::shared_ptr<torch::nn::Module>()>& find);
-CheckpointPart optimizer_part(const std::function<AnyOptimizer()>& find);
+CheckpointPart optimizer_part(const std::function<OptimizerRef()>& find);
 CheckpointPart archive_part(const std::function<void(torch::serialize::OutputArchive&)>& put,
                             const std::function<void(torch::serialize::InputArchive&)>& take,
                             const std::function<void(torch::serialize::InputArchive&)>& check);
@@ -137,11 +137,11 @@ CheckpointPart generator_part(at::Generator& generator);
 CheckpointPart random_states_part();
 
 template <class T>
-concept IsOptimizer = std::convertible_to<T&, AnyOptimizer>;
+concept IsOptimizer = std::convertible_to<T&, OptimizerRef>;
 /// A pointer to an optimizer, of any kind.
 template <class T>
 concept PointsToAnyOptimizer = requires(const T& pointer) {
-  AnyOptimizer(*pointer);
+  OptimizerRef(*pointer);
   pointer != nullptr;
 };
 
@@ -288,13 +288,13 @@ CheckpointPart part_of(T& object) {
   if constexpr (ModelHandle<T> || ModuleVariable<T>) {
     return module_part([&object] { return module_pointer(object); });
   } else if constexpr (IsOptimizer<T>) {
-    return optimizer_part([&object] { return AnyOptimizer(object); });
+    return optimizer_part([&object] { return OptimizerRef(object); });
   } else if constexpr (PointsToAnyOptimizer<T>) {
     return optimizer_part([&object] {
       TORCH_CHECK(object != nullptr,
                   "TrainingState::add: the pointer to an optimizer is null; construct the "
                   "optimizer before it is added");
-      return AnyOptimizer(*object);
+      return OptimizerRef(*object);
     });
   } else if constexpr (std::derived_from<T, at::Tensor>) {
     return tensor_part(object);

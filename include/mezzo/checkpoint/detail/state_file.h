@@ -6,7 +6,7 @@
 #include <mezzo/checkpoint/detail/checkpoint_file.h>
 #include <mezzo/checkpoint/detail/checkpoint_folder.h>
 #include <mezzo/checkpoint/detail/part_of.h>
-#include <mezzo/optim/detail/averaged_parameters.h>
+#include <mezzo/optim/detail/ema_params.h>
 
 #include <ATen/core/ivalue.h>
 #include <c10/core/GradMode.h>
@@ -40,7 +40,7 @@ inline void check_can_be_saved(const char* caller, const std::vector<NamedPart>&
 /// Throws if parameters hold averages in place of their weights: see averaged_parameters.h.
 inline void check_not_averaged() {
   TORCH_CHECK(averaged_parameters().withLock([](const auto& all) { return all.empty(); }),
-              "a parameter holds an average, for an EmaScope is alive; let it end first (to export "
+              "a parameter holds an average, for an EmaGuard is alive; let it end first (to export "
               "the averages, torch::save the model)");
 }
 

@@ -20,9 +20,9 @@
 #include <mezzo/opt_levels/amp.h>
 #include <mezzo/opt_levels/opt_level.h>
 #include <mezzo/optim/detail/gradients.h>
-#include <mezzo/optim/detail/optimizer_words.h>
+#include <mezzo/optim/detail/optimizer_description.h>
 #include <mezzo/optim/master_weights.h>
-#include <mezzo/optim/optimizer.h>
+#include <mezzo/optim/optimizer_ref.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/full_like.h>
@@ -153,7 +153,8 @@ inline void check_models_and_optimizers(const ModelRefs& models, const Optimizer
   const bool is_cast = is_low_precision(level.cast_model_type().value_or(at::kFloat));
   for (std::size_t i = 0; i < optimizers.optimizers().size(); ++i) {
     torch::optim::Optimizer& optimizer = *optimizers.optimizers()[i];
-    const std::vector<at::Tensor> own = OptimizerWords{"", optimizer.param_groups()}.parameters();
+    const std::vector<at::Tensor> own =
+        OptimizerDescription{"", optimizer.param_groups()}.parameters();
     const bool holds_one = std::ranges::any_of(own, [&](const at::Tensor& parameter) {
       return model_parameters.contains(parameter.unsafeGetTensorImpl());
     });
@@ -165,9 +166,9 @@ inline void check_models_and_optimizers(const ModelRefs& models, const Optimizer
     TORCH_CHECK(!has_stepped(optimizer), "optimizer ", i,
                 " has stepped already, in float32, and the level casts the model; call "
                 "mezzo::initialize before the first step, and load a saved state afterwards");
-    if (!level.master_weights() || AnyOptimizer(optimizer).mezzos() != nullptr) continue;
+    if (!level.master_weights() || OptimizerRef(optimizer).mixed_precision() != nullptr) continue;
     (void)MasterWeights(optimizer);  // refuses what it cannot step
-    refuse_duplicates(own, {"MasterWeights", optimizer.param_groups()});
+    check_no_duplicates(own, {"MasterWeights", optimizer.param_groups()});
   }
 }
 
@@ -224,14 +225,16 @@ inline void propagate_found_inf(const std::vector<const torch::optim::Optimizer*
   std::vector<StepPlan> plans;
   std::vector<at::Tensor> found;
   for (const auto* optimizer : optimizers) {
-    const StepPlan& plan = plans.emplace_back(plain_plan(*optimizer));
-    if (plan.rows.empty()) continue;
+    const StepPlan& plan = plans.emplace_back(make_torch_plan(*optimizer));
+    if (plan.params.empty()) continue;
     const std::vector<at::Tensor> gradients = dense_gradients(plan);
-    found.push_back(read_gradients(gradients, make_unit_scale(gradients[0].device())).found_inf);
+    found.push_back(
+        compute_grad_stats_across_devices(gradients, make_unit_scale(gradients[0].device()))
+            .found_inf);
   }
   for (const StepPlan& plan : plans) {
-    for (const StepPlan::Row& row : plan.rows) {
-      at::Tensor first = gradient_values(*row.parameter);
+    for (const StepPlan::Param& param : plan.params) {
+      at::Tensor first = gradient_values(*param.parameter);
       if (first.numel() == 0) continue;
       while (first.dim() > 0) first = first.select(0, 0);
       for (const at::Tensor& one : found) {
@@ -258,9 +261,9 @@ inline Amp::Amp(ModelRefs models, const OptimizerRefs& optimizers, const OptLeve
   for (torch::optim::Optimizer* optimizer : optimizers.optimizers()) {
     ManagedOptimizer& one =
         optimizers_.emplace_back(ManagedOptimizer{optimizer, nullptr, *optimizer});
-    if (!enabled_ || !level.master_weights() || one.wrapped.mezzos() != nullptr) continue;
+    if (!enabled_ || !level.master_weights() || one.wrapped.mixed_precision() != nullptr) continue;
     one.masters = std::make_unique<MasterWeights>(*optimizer);
-    one.wrapped = AnyOptimizer(*one.masters);
+    one.wrapped = OptimizerRef(*one.masters);
   }
   for (int64_t i = 0; i < options.num_losses; ++i) {
     GradScalerOptions rule = level.loss_scale();
@@ -385,7 +388,7 @@ inline Amp::BackwardPass Amp::prepare_backward(const at::Tensor& value,
     auto& stash = pass.stashes.emplace_back();
     if (one->has_pending_step && one->loss_scaler == nullptr) {
       stash = std::make_unique<detail::GradientStash>(
-          detail::OptimizerWords{"", one->optimizer->param_groups()}.parameters());
+          detail::OptimizerDescription{"", one->optimizer->param_groups()}.parameters());
     }
   }
   for (ManagedOptimizer* one : pass.optimizers) {  // after all that may throw
@@ -436,9 +439,10 @@ inline void Amp::check_no_shared_parameters() const {
   for (const ManagedOptimizer& one : optimizers_) {
     detail::for_each_parameter(*one.optimizer, [&](const at::Tensor& parameter) {
       const auto known = owners.emplace(parameter.unsafeGetTensorImpl(), one.optimizer).first;
-      TORCH_CHECK(known->second == one.optimizer, "scale_loss: two optimizers hold ",
-                  detail::OptimizerWords{"", one.optimizer->param_groups()}.parameter(parameter),
-                  ", whose gradient both would unscale and step with; give it to one of them");
+      TORCH_CHECK(
+          known->second == one.optimizer, "scale_loss: two optimizers hold ",
+          detail::OptimizerDescription{"", one.optimizer->param_groups()}.describe(parameter),
+          ", whose gradient both would unscale and step with; give it to one of them");
     });
   }
 }
@@ -457,9 +461,9 @@ inline StepResult Amp::step(torch::optim::Optimizer& optimizer, const StepOption
 }
 
 /// Checks, clips and steps with true gradients.
-inline StepResult Amp::step_if_finite(AnyOptimizer optimizer, const StepOptions& options) {
+inline StepResult Amp::step_if_finite(OptimizerRef optimizer, const StepOptions& options) {
   const at::Tensor gradient = detail::find_any_gradient(optimizer.optimizer());
-  if (!gradient.defined()) return StepResult({.ran = true, .value = optimizer.step()});
+  if (!gradient.defined()) return StepResult({.applied = true, .step_return = optimizer.step()});
   if (!std::exchange(has_unit_scale_, true)) {
     (void)unit_scaler_.scale(detail::make_unit_scale(gradient.device()));
   }
@@ -481,7 +485,7 @@ inline std::vector<at::Tensor> Amp::master_params(torch::optim::Optimizer& optim
   return mezzo::master_params(find_optimizer(optimizer).wrapped);
 }
 
-inline AnyOptimizer& Amp::wrapped_optimizer(torch::optim::Optimizer& optimizer) {
+inline OptimizerRef& Amp::wrapped_optimizer(torch::optim::Optimizer& optimizer) {
   return find_optimizer(optimizer).wrapped;
 }
 
@@ -490,7 +494,7 @@ inline Amp::ManagedOptimizer& Amp::find_optimizer(const torch::optim::Optimizer&
   ManagedOptimizer* found = nullptr;
   for (ManagedOptimizer& one : optimizers_) {
     const bool keeps_masters = enabled_ && level_.master_weights() && one.masters == nullptr;
-    if (keeps_masters) one.wrapped.mezzos()->enable_master_weights();
+    if (keeps_masters) one.wrapped.mixed_precision()->enable_master_weights();
     if (one.optimizer == &optimizer) found = &one;
   }
   TORCH_CHECK(found != nullptr,

@@ -19,7 +19,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 /// The host's number while a device counts. A real count is never negative.
-inline constexpr int64_t kDeviceCounts = -1;
+inline constexpr int64_t kCountedOnDevice = -1;
 
 inline void check_steps(int64_t steps) {
   TORCH_CHECK(steps >= 0, "The state of an optimizer has step ", steps,
@@ -27,15 +27,15 @@ inline void check_steps(int64_t steps) {
 }
 
 /// A device's count, or none. Each copy has a tensor of its own.
-struct DeviceCount {
-  DeviceCount() = default;
-  DeviceCount(const DeviceCount& other) : tensor(copy_of(other.tensor)) {}
-  DeviceCount(DeviceCount&&) noexcept = default;
-  DeviceCount& operator=(DeviceCount other) noexcept {
+struct DeviceStepCount {
+  DeviceStepCount() = default;
+  DeviceStepCount(const DeviceStepCount& other) : tensor(copy_of(other.tensor)) {}
+  DeviceStepCount(DeviceStepCount&&) noexcept = default;
+  DeviceStepCount& operator=(DeviceStepCount other) noexcept {
     tensor = std::move(other.tensor);
     return *this;
   }
-  ~DeviceCount() = default;
+  ~DeviceStepCount() = default;
 
   at::Tensor tensor{};
 
@@ -47,8 +47,8 @@ struct DeviceCount {
 };
 
 /// Returns a count. Waits for the device if the device counts.
-inline int64_t steps_counted(int64_t on_host, const at::Tensor& on_device) {
-  if (on_host == kDeviceCounts && on_device.defined()) {
+inline int64_t read_step_count(int64_t on_host, const at::Tensor& on_device) {
+  if (on_host == kCountedOnDevice && on_device.defined()) {
     return static_cast<int64_t>(on_device.item<float>());
   }
   check_steps(on_host);  // libtorch's class takes any number
@@ -67,13 +67,13 @@ class StepCount {
   /// Checks the host's number, without waiting.
   /// \throws c10::Error if it is negative, as a number written to libtorch's `step` may be
   void check() const {
-    if (*on_host_ != kDeviceCounts || !on_device_->defined()) check_steps(*on_host_);
+    if (*on_host_ != kCountedOnDevice || !on_device_->defined()) check_steps(*on_host_);
   }
 
   /// Returns whether the host counts, and has counted no step. Does not wait.
   bool is_new() const noexcept { return *on_host_ == 0; }
 
-  int64_t value() const { return steps_counted(*on_host_, *on_device_); }
+  int64_t value() const { return read_step_count(*on_host_, *on_device_); }
 
   /// Sets the count. The host counts from here on, until `move_to`.
   void set(int64_t value) const {
@@ -90,19 +90,19 @@ class StepCount {
 
   /// Lets a device count from here on, in a float of one element that holds the value already.
   void move_to(at::Tensor on_device) const {
-    *on_host_ = kDeviceCounts;
+    *on_host_ = kCountedOnDevice;
     *on_device_ = std::move(on_device);
   }
 
   /// Returns the device's count; undefined if the host counts. A number that was written to
   /// libtorch's `step` meanwhile is sent to the device first.
   const at::Tensor& on_device() const {
-    if (on_device_->defined() && *on_host_ != kDeviceCounts) {
+    if (on_device_->defined() && *on_host_ != kCountedOnDevice) {
       check_steps(*on_host_);
       check_not_capturing(on_device_->device(), "a number of steps");
       const c10::NoGradGuard no_grad;
       on_device_->fill_(*on_host_);
-      *on_host_ = kDeviceCounts;
+      *on_host_ = kCountedOnDevice;
     }
     return *on_device_;
   }
@@ -113,7 +113,8 @@ class StepCount {
 };
 
 /// Returns the counts as tensors on `device`. Counts that the host kept are sent there in one copy.
-inline std::vector<at::Tensor> counts_on(at::Device device, const std::vector<StepCount>& counts) {
+inline std::vector<at::Tensor> get_step_tensors(at::Device device,
+                                                const std::vector<StepCount>& counts) {
   std::vector<StepCount> newcomers;
   std::vector<float> values;
   for (const StepCount& count : counts) {
@@ -136,13 +137,13 @@ inline std::vector<at::Tensor> counts_on(at::Device device, const std::vector<St
 }
 
 /// Adds one, unless `found_inf`, a float on `device` or undefined, says that the step was skipped.
-inline void count_step(const StepCount& count, at::Device device, const at::Tensor& found_inf) {
+inline void increment_step(const StepCount& count, at::Device device, const at::Tensor& found_inf) {
   if (device.is_cpu()) {
     const bool ran = !found_inf.defined() || *found_inf.const_data_ptr<float>() == 0.0F;
     if (ran) count.set(count.value() + 1);
     return;
   }
-  at::Tensor on_device = counts_on(device, {count}).front();
+  at::Tensor on_device = get_step_tensors(device, {count}).front();
   if (found_inf.defined()) {
     on_device.add_(found_inf.eq(0));
   } else {
@@ -154,13 +155,13 @@ inline void count_step(const StepCount& count, at::Device device, const at::Tens
 class AppliedSteps {
  public:
   /// Returns whether the host counts.
-  bool on_host() const noexcept { return on_host_ != kDeviceCounts; }
+  bool on_host() const noexcept { return on_host_ != kCountedOnDevice; }
   /// Returns the device's count; undefined where the host counts.
   const at::Tensor& on_device() const noexcept { return on_device_; }
   /// Returns the number. Waits for the device if that counts.
-  int64_t value() const { return steps_counted(on_host_, on_device_); }
+  int64_t value() const { return read_step_count(on_host_, on_device_); }
   /// Returns the number where it is counted, to be written.
-  StepCount count() noexcept { return {on_host_, on_device_}; }
+  StepCount step_count() noexcept { return {on_host_, on_device_}; }
 
  private:
   int64_t on_host_ = 0;

@@ -4,7 +4,7 @@
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/compute_grad_stats.h>
-#include <mezzo/optim/detail/optimizer_words.h>
+#include <mezzo/optim/detail/optimizer_description.h>
 #include <mezzo/optim/step_plan.h>
 
 #include <ATen/core/Tensor.h>
@@ -44,11 +44,11 @@ inline void zero_gradients(const torch::optim::Optimizer& optimizer) {
 }
 
 /// \throws c10::Error, naming the parameter, unless its gradient can be unscaled
-inline void check_gradient(const at::Tensor& parameter, const OptimizerWords& words) {
+inline void check_gradient(const at::Tensor& parameter, const OptimizerDescription& description) {
   const at::Tensor& gradient = parameter.grad();
   const at::ScalarType dtype = gradient.scalar_type();
   const auto check = [&](bool is_right, const char* remedy) {
-    TORCH_CHECK(is_right, "GradScaler: the gradient of ", words.parameter(parameter), " is ",
+    TORCH_CHECK(is_right, "GradScaler: the gradient of ", description.describe(parameter), " is ",
                 describe(gradient), "; ", remedy);
   };
   check(dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 || dtype == at::kHalf,
@@ -71,13 +71,13 @@ inline at::Tensor gradient_values(const at::Tensor& parameter) {
   return gradient._values();
 }
 
-/// Puts rows of one device together, in the order in which the devices come up.
+/// Puts params of one device together, in the order in which the devices come up.
 inline void group_by_device(StepPlan& plan) {
-  auto begin = plan.rows.begin();
-  while (begin != plan.rows.end()) {
+  auto begin = plan.params.begin();
+  while (begin != plan.params.end()) {
     const at::Device device = begin->parameter->device();
-    begin = std::stable_partition(begin, plan.rows.end(), [device](const StepPlan::Row& row) {
-      return row.parameter->device() == device;
+    begin = std::stable_partition(begin, plan.params.end(), [device](const StepPlan::Param& param) {
+      return param.parameter->device() == device;
     });
   }
 }
@@ -85,19 +85,20 @@ inline void group_by_device(StepPlan& plan) {
 /// Returns the plan of an optimizer that is not mezzo's, or of a MasterWeights: parameters with a
 /// gradient, each once.
 /// \throws c10::Error as check_gradient does
-inline StepPlan plain_plan(const torch::optim::Optimizer& optimizer, bool keeps_masters = false) {
+inline StepPlan make_torch_plan(const torch::optim::Optimizer& optimizer,
+                                bool keeps_masters = false) {
   StepPlan plan;
-  std::unordered_set<const c10::TensorImpl*> known;
+  std::unordered_set<const c10::TensorImpl*> seen;
   for_each_parameter(optimizer, [&](const at::Tensor& parameter) {
     if (!parameter.grad().defined()) return;
-    if (!known.insert(parameter.unsafeGetTensorImpl()).second) return;
+    if (!seen.insert(parameter.unsafeGetTensorImpl()).second) return;
     check_gradient(parameter, {"", optimizer.param_groups()});
     const bool has_master = keeps_masters && is_low_precision(parameter);
-    StepPlan::Row row{{}, &parameter, parameter.grad()};
-    if (has_master) row.storage = optim::WeightStorage::fp32_master;
-    plan.rows.push_back(std::move(row));
-    plan.has_bare_half =
-        plan.has_bare_half || (!has_master && parameter.grad().scalar_type() == at::kHalf);
+    StepPlan::Param param{{}, &parameter, parameter.grad()};
+    if (has_master) param.storage = optim::WeightStorage::fp32_master;
+    plan.params.push_back(std::move(param));
+    plan.has_fp16_without_master = plan.has_fp16_without_master ||
+                                   (!has_master && parameter.grad().scalar_type() == at::kHalf);
   });
   group_by_device(plan);
   return plan;
@@ -106,9 +107,9 @@ inline StepPlan plain_plan(const torch::optim::Optimizer& optimizer, bool keeps_
 /// Returns the dense values of a plan's gradients.
 inline std::vector<at::Tensor> dense_gradients(const StepPlan& plan) {
   std::vector<at::Tensor> gradients;
-  gradients.reserve(plan.rows.size());
-  for (const StepPlan::Row& row : plan.rows) {
-    gradients.push_back(plan.is_checked ? row.gradient : gradient_values(*row.parameter));
+  gradients.reserve(plan.params.size());
+  for (const StepPlan::Param& param : plan.params) {
+    gradients.push_back(plan.is_checked ? param.gradient : gradient_values(*param.parameter));
   }
   return gradients;
 }
@@ -127,12 +128,12 @@ void for_each_device(std::span<const at::Tensor> tensors, const Visit& visit) {
   }
 }
 
-/// Adds another device's statistics to `total`, on the device of `total`.
-inline void join(GradStats& total, const GradStats& more) {
-  const at::Device device = total.inv_scale.device();
-  total.found_inf = total.found_inf.add(to_device(more.found_inf, device));
-  total.norm_sq = total.norm_sq.add(to_device(more.norm_sq, device));
-  total.max_abs = at::maximum(total.max_abs, to_device(more.max_abs, device));
+/// Adds another device's statistics to `sum`, on the device of `sum`.
+inline void merge(GradStats& sum, const GradStats& other) {
+  const at::Device device = sum.inv_scale.device();
+  sum.found_inf = sum.found_inf.add(to_device(other.found_inf, device));
+  sum.norm_sq = sum.norm_sq.add(to_device(other.norm_sq, device));
+  sum.max_abs = at::maximum(sum.max_abs, to_device(other.max_abs, device));
 }
 
 /// Returns what the gradients are to be multiplied with; none if the step is skipped. Waits for the
@@ -145,19 +146,19 @@ inline std::optional<GradMultipliers> grad_multipliers(const GradStats& stats, d
                           clips ? clip_coefficient(stats.norm_sq.item<double>(), max_norm) : 1.0);
 }
 
-/// Reads dense gradients once; see FusedOptimizer::read. Those of one device should follow each
-/// other.
-inline GradStats read_gradients(std::span<const at::Tensor> gradients,
-                                const at::Tensor& inv_scale) {
+/// Reads dense gradients once; see MixedPrecisionOptimizer::grad_stats. Those of one device should
+/// follow each other.
+inline GradStats compute_grad_stats_across_devices(std::span<const at::Tensor> gradients,
+                                                   const at::Tensor& inv_scale) {
   if (gradients.empty()) return compute_grad_stats({}, inv_scale);
   GradStats all;
   for_each_device(gradients, [&](std::span<const at::Tensor> here) {
-    const GradStats one = compute_grad_stats(at::TensorList(here.data(), here.size()),
-                                             to_device(inv_scale, here.front().device()));
+    const GradStats local = compute_grad_stats(at::TensorList(here.data(), here.size()),
+                                               to_device(inv_scale, here.front().device()));
     if (all.defined()) {
-      join(all, one);
+      merge(all, local);
     } else {
-      all = one;
+      all = local;
     }
   });
   return all;
@@ -167,10 +168,11 @@ inline GradStats read_gradients(std::span<const at::Tensor> gradients,
 /// \param gradients  dense or sparse, on any devices; undefined ones are left out
 inline bool any_nonfinite(std::span<const at::Tensor> gradients) {
   std::vector<at::Tensor> values;
-  for (const at::Tensor& one : gradients) {
-    if (one.defined()) values.push_back(one.is_sparse() ? one.coalesce()._values() : one);
+  for (const at::Tensor& gradient : gradients) {
+    if (gradient.defined())
+      values.push_back(gradient.is_sparse() ? gradient.coalesce()._values() : gradient);
   }
-  return read_gradients(values, at::ones({})).found_inf.item<float>() != 0.0F;
+  return compute_grad_stats_across_devices(values, at::ones({})).found_inf.item<float>() != 0.0F;
 }
 
 /// Clips unscaled gradients of this norm in place to `max_norm`, as `clip_grad_norm_` does: those

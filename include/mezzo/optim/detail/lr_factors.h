@@ -19,7 +19,8 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 /// Returns the rates that the options of `groups` say.
-inline std::vector<double> lrs_of(const std::vector<torch::optim::OptimizerParamGroup>& groups) {
+inline std::vector<double> get_current_lrs(
+    const std::vector<torch::optim::OptimizerParamGroup>& groups) {
   std::vector<double> lrs;
   lrs.reserve(groups.size());
   for (const auto& group : groups) lrs.push_back(group.options().get_lr());
@@ -32,55 +33,57 @@ class ScheduledLrs {
  public:
   using Groups = std::vector<torch::optim::OptimizerParamGroup>;
 
-  /// Shows each group's base times `factor`. The rates that the options say now are the bases of
+  /// Shows each group's base times `factor`. The rates that the options say now are the base_lrs of
   /// groups that have none yet.
-  void show(Groups& groups, double factor) {
-    bases_ = bases(groups);
-    for (std::size_t i = 0; i < groups.size(); ++i) groups[i].options().set_lr(bases_[i] * factor);
-    shown_ = lrs_of(groups);
+  void set_optimizer_lrs(Groups& groups, double factor) {
+    base_lrs_ = base_lrs(groups);
+    for (std::size_t i = 0; i < groups.size(); ++i)
+      groups[i].options().set_lr(base_lrs_[i] * factor);
+    last_lrs_ = get_current_lrs(groups);
   }
   /// Returns whether the user has written the rate of a group since the last show.
-  bool is_written(const Groups& groups) const {
-    const std::vector<double> lrs = lrs_of(groups);  // more or fewer groups than then
-    const auto [own, lr] = std::mismatch(shown_.begin(), shown_.end(), lrs.begin(), lrs.end());
-    return own != shown_.end() && lr != lrs.end();
+  bool has_manual_lr(const Groups& groups) const {
+    const std::vector<double> lrs = get_current_lrs(groups);  // more or fewer groups than then
+    const auto [last, lr] =
+        std::mismatch(last_lrs_.begin(), last_lrs_.end(), lrs.begin(), lrs.end());
+    return last != last_lrs_.end() && lr != lrs.end();
   }
-  /// Returns the bases of all groups.
-  std::vector<double> bases(const Groups& groups) const {
-    std::vector<double> all = lrs_of(groups);
-    std::copy_n(bases_.begin(), std::min(bases_.size(), all.size()), all.begin());
+  /// Returns the base_lrs of all groups.
+  std::vector<double> base_lrs(const Groups& groups) const {
+    std::vector<double> all = get_current_lrs(groups);
+    std::copy_n(base_lrs_.begin(), std::min(base_lrs_.size(), all.size()), all.begin());
     return all;
   }
-  /// Returns the rates of the next step, whose factor is `factor`.
-  std::vector<double> next(const Groups& groups, double factor) const {
-    std::vector<double> lrs = lrs_of(groups);
+  /// Returns the rates of the next_lrs step, whose factor is `factor`.
+  std::vector<double> next_lrs(const Groups& groups, double factor) const {
+    std::vector<double> lrs = get_current_lrs(groups);
     for (std::size_t i = 0; i < lrs.size(); ++i) {
-      const double base = i < bases_.size() ? bases_[i] : lrs[i];
-      if (i >= shown_.size() || lrs[i] == shown_[i]) lrs[i] = base * factor;
+      const double base = i < base_lrs_.size() ? base_lrs_[i] : lrs[i];
+      if (i >= last_lrs_.size() || lrs[i] == last_lrs_[i]) lrs[i] = base * factor;
     }
     return lrs;
   }
-  /// Sets the bases of rates that the options show now.
-  void set(std::vector<double> bases, const Groups& groups) {
-    bases_ = std::move(bases);
-    shown_ = lrs_of(groups);
+  /// Sets the base_lrs of rates that the options show now.
+  void set_base_lrs(std::vector<double> base_lrs, const Groups& groups) {
+    base_lrs_ = std::move(base_lrs);
+    last_lrs_ = get_current_lrs(groups);
   }
-  /// Makes rates that the user has written since the bases of their groups.
-  void take_written(const Groups& groups) {
-    const std::vector<double> lrs = lrs_of(groups);
-    for (std::size_t i = 0; i < std::min(bases_.size(), lrs.size()); ++i) {
-      if (lrs[i] != shown_[i]) bases_[i] = lrs[i];
+  /// Makes rates that the user has written since the base_lrs of their groups.
+  void adopt_manual_lrs(const Groups& groups) {
+    const std::vector<double> lrs = get_current_lrs(groups);
+    for (std::size_t i = 0; i < std::min(base_lrs_.size(), lrs.size()); ++i) {
+      if (lrs[i] != last_lrs_[i]) base_lrs_[i] = lrs[i];
     }
   }
 
  private:
-  std::vector<double> bases_;
-  std::vector<double> shown_;
+  std::vector<double> base_lrs_;
+  std::vector<double> last_lrs_;
 };
 
 /// The table of a schedule, whose entry n is the factor of the step after n applied ones, on the
-/// host and on a device; and the rates of param groups under it. FusedOptimizer::set_lr_factors has
-/// the rules.
+/// host and on a device; and the rates of param groups under it.
+/// MixedPrecisionOptimizer::set_lr_factors has the rules.
 class LrFactors {
  public:
   using Groups = ScheduledLrs::Groups;
@@ -95,34 +98,35 @@ class LrFactors {
       TORCH_CHECK(!is_nonfinite(factors[i]) && factors[i] >= 0, "set_lr_factors: factors[", i,
                   "] is ", factors[i], "; it should be finite and at least 0");
     }
-    if (empty()) scheduled_.take_written(groups);
-    scheduled_.show(groups, factor_after(factors, applied_steps));  // throws where none can be set
+    if (empty()) scheduled_.adopt_manual_lrs(groups);
+    scheduled_.set_optimizer_lrs(
+        groups, factor_after(factors, applied_steps));  // throws where none can be set
     if (factors.empty()) scheduled_ = {};
     table_ = std::move(factors);
     on_device_ = at::Tensor();
   }
   /// Shows the rates of the step after `applied_steps` applied ones.
-  void show(Groups& groups, int64_t applied_steps) {
-    if (!empty()) scheduled_.show(groups, factor_after(table_, applied_steps));
+  void set_optimizer_lrs(Groups& groups, int64_t applied_steps) {
+    if (!empty()) scheduled_.set_optimizer_lrs(groups, factor_after(table_, applied_steps));
   }
   std::vector<double> base_lrs(const Groups& groups) const {
-    return empty() ? lrs_of(groups) : scheduled_.bases(groups);
+    return empty() ? get_current_lrs(groups) : scheduled_.base_lrs(groups);
   }
   std::vector<double> lrs(const Groups& groups, int64_t applied_steps) const {
-    return scheduled_.next(groups, factor_after(table_, applied_steps));
+    return scheduled_.next_lrs(groups, factor_after(table_, applied_steps));
   }
   /// Makes the rates that the options say the base rates.
-  void set_bases(Groups& groups, const std::vector<double>& lrs) {
+  void set_base_lrs(Groups& groups, const std::vector<double>& lrs) {
     for (std::size_t i = 0; i < groups.size(); ++i) groups[i].options().set_lr(lrs[i]);
     scheduled_ = {};
   }
   /// Takes over a file's base rates; if there are none, those that the options say.
-  void load_bases(const std::vector<double>& lrs, const Groups& groups) {
+  void load_base_lrs(const std::vector<double>& lrs, const Groups& groups) {
     scheduled_ = {};  // options of your own may have no rate
-    if (!lrs.empty()) scheduled_.set(lrs, groups);
+    if (!lrs.empty()) scheduled_.set_base_lrs(lrs, groups);
   }
   /// Returns whether the user has written a rate since it was shown.
-  bool is_lr_written(const Groups& groups) const { return scheduled_.is_written(groups); }
+  bool has_manual_lr(const Groups& groups) const { return scheduled_.has_manual_lr(groups); }
 
   /// Returns the table as doubles on `device`.
   const at::Tensor& on(at::Device device) {

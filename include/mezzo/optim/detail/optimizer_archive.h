@@ -1,9 +1,9 @@
 #pragma once
 
 #include <mezzo/base/version.h>
-#include <mezzo/optim/detail/optimizer_words.h>
-#include <mezzo/optim/detail/param_slot.h>
-#include <mezzo/optim/optimizer.h>
+#include <mezzo/optim/detail/fused_param_state.h>
+#include <mezzo/optim/detail/optimizer_description.h>
+#include <mezzo/optim/optimizer_ref.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
@@ -48,11 +48,11 @@ inline constexpr const char* kClassKey = "optimizer_class";
 /// What tells the archives of a class of optimizers from others.
 struct ArchiveFormat {
   std::string_view optimizer;
-  bool is_libtorchs;                          ///< libtorch has an optimizer of this name
+  bool has_torch_class;                       ///< libtorch has an optimizer of this name
   std::array<std::string_view, 3> options;    ///< keys of options that others may lack
   std::array<std::string_view, 2> moments;    ///< keys of every state that has counted a step
   std::array<std::string_view, 2> more = {};  ///< further keys of a state
-  bool has_codes = false;                     ///< its class checks dtypes and shapes
+  bool is_quantized = false;                  ///< its class checks dtypes and shapes
 };
 
 inline constexpr std::array kArchiveFormats{
@@ -68,14 +68,14 @@ inline constexpr std::array kArchiveFormats{
                   {"momentum_buffer", "grad_avg"}},
     ArchiveFormat{"Adagrad", true, {"lr_decay", "initial_accumulator_value", "eps"}, {"sum"}},
     ArchiveFormat{"Lion", false, {"betas"}, {"exp_avg"}},
-    ArchiveFormat{"LAMB", false, {"betas", "eps", "always_adapt"}, {"exp_avg", "exp_avg_sq"}},
+    ArchiveFormat{"LAMB", false, {"betas", "eps", "use_nvlamb"}, {"exp_avg", "exp_avg_sq"}},
     ArchiveFormat{"Muon", false, {"momentum", "ns_steps", "adjust_lr_fn"}, {"momentum_buffer"}},
     ArchiveFormat{"AdamW8bit",
                   false,
                   {"betas", "eps"},
                   {"exp_avg", "exp_avg_sq"},
-                  {"exp_avg_scales", "exp_avg_sq_scales"},
-                  /*has_codes=*/true},
+                  {"exp_avg_absmax", "exp_avg_sq_absmax"},
+                  /*is_quantized=*/true},
 };
 
 /// Returns the format of a class; null for one that is neither mezzo's nor libtorch's.
@@ -88,7 +88,7 @@ inline const ArchiveFormat* archive_format(std::string_view optimizer) {
 
 /// Returns the class name without namespaces: "AdamW" for `torch::optim::AdamW`,
 /// `mezzo::optim::AdamW` and a ShardedOptimizer of it, which read each other's archives.
-inline std::string class_in_files(const std::string& demangled) {
+inline std::string archive_class_name(const std::string& demangled) {
   const auto unqualified = [](const std::string& name) {
     const std::size_t colon = name.rfind("::", name.find('<'));
     return colon == std::string::npos ? name : name.substr(colon + 2);
@@ -98,41 +98,41 @@ inline std::string class_in_files(const std::string& demangled) {
   if (!name.starts_with(kSharded) || !name.ends_with('>')) return name;
   return unqualified(name.substr(kSharded.size(), name.size() - kSharded.size() - 1));
 }
-inline std::string class_in_files(const torch::optim::Optimizer& optimizer) {
-  return class_in_files(c10::demangle(typeid(optimizer).name()));
+inline std::string archive_class_name(const torch::optim::Optimizer& optimizer) {
+  return archive_class_name(c10::demangle(typeid(optimizer).name()));
 }
 
 /// The groups and states of an archive, while it is read or written.
-class FiledOptimizer final : public torch::optim::Optimizer {
+class SerializedOptimizer final : public torch::optim::Optimizer {
  public:
-  FiledOptimizer() : Optimizer(std::vector<torch::optim::OptimizerParamGroup>{}, nullptr) {}
+  SerializedOptimizer() : Optimizer(std::vector<torch::optim::OptimizerParamGroup>{}, nullptr) {}
   at::Tensor step(LossClosure /*closure*/) override { return {}; }
 };
 
 /// Calls `load`. Returns what it threw; empty if it did not throw. Of a value of another type
 /// libtorch says that it is a bug in PyTorch, which it is not.
 template <class Load>
-std::string refusal_of(const Load& load) {
+std::string load_error(const Load& load) {
   constexpr std::string_view kBug = "please report a bug to PyTorch. ";
   try {
     load();
     return {};
-  } catch (const c10::Error& error) {
-    const std::string text = error.what_without_backtrace();
+  } catch (const c10::Error& exception) {
+    const std::string text = exception.what_without_backtrace();
     const std::size_t bug = text.find(kBug);
     return bug == std::string::npos ? text : text.substr(bug + kBug.size());
-  } catch (const std::exception& error) {
-    return error.what();
+  } catch (const std::exception& exception) {
+    return exception.what();
   }
 }
 
-inline std::string listed(std::vector<std::string> keys) {
+inline std::string join_sorted(std::vector<std::string> keys) {
   std::sort(keys.begin(), keys.end());
   return c10::Join(", ", keys);
 }
 
 /// Returns the number that libtorch keeps as a tensor under `key`; -1 if there is none.
-inline int64_t count_in(torch::serialize::InputArchive& archive, const std::string& key) {
+inline int64_t read_size(torch::serialize::InputArchive& archive, const std::string& key) {
   c10::IValue value;
   const bool is_count = archive.try_read(key, value) && value.isTensor() &&
                         value.toTensor().defined() && value.toTensor().numel() == 1 &&
@@ -143,7 +143,7 @@ inline int64_t count_in(torch::serialize::InputArchive& archive, const std::stri
 /// Checks the state of one parameter. \throws c10::Error as check_optimizer_archive
 /// \param may_be_sparse  whether moments may be, as those of torch's SGD with sparse gradients are
 inline void check_state_archive(torch::serialize::InputArchive& state, const ArchiveFormat& format,
-                                const at::Tensor& parameter, const OptimizerWords& optimizer,
+                                const at::Tensor& parameter, const OptimizerDescription& optimizer,
                                 bool may_be_sparse) {
   const auto has = [](const auto& keys, const std::string& key) {
     return std::find(keys.begin(), keys.end(), key) != keys.end();
@@ -156,7 +156,7 @@ inline void check_state_archive(torch::serialize::InputArchive& state, const Arc
     state.read(key, value);
     if (value.isNone()) continue;
     if (key == "step") {
-      TORCH_CHECK(value.isInt(), optimizer, ": the state of ", optimizer.parameter(parameter),
+      TORCH_CHECK(value.isInt(), optimizer, ": the state of ", optimizer.describe(parameter),
                   " has a step that is no integer; it is damaged: load an earlier file");
       check_steps(steps = value.toInt());
       continue;
@@ -164,29 +164,29 @@ inline void check_state_archive(torch::serialize::InputArchive& state, const Arc
     const bool is_master = key == "master";
     TORCH_CHECK(is_master || has(format.moments, key) || has(format.more, key), optimizer,
                 ": the archive is that of another class of optimizer: it has the state ",
-                listed(state.keys()), " of ", optimizer.parameter(parameter),
+                join_sorted(state.keys()), " of ", optimizer.describe(parameter),
                 "; load the file of an optimizer that was made as this one");
-    TORCH_CHECK(value.isTensor(), optimizer, ": \"", key, "\" of ", optimizer.parameter(parameter),
+    TORCH_CHECK(value.isTensor(), optimizer, ": \"", key, "\" of ", optimizer.describe(parameter),
                 " is no tensor in the archive; it is damaged: load an earlier file");
     const at::Tensor tensor = value.toTensor();
     if (!tensor.defined()) continue;
     found.insert(key);
     has_master = has_master || is_master;
-    if (format.has_codes) continue;
-    check_shape_of(tensor, is_master ? "a master" : "a moment", parameter, optimizer);
+    if (format.is_quantized) continue;
+    check_state_shape(tensor, is_master ? "a master" : "a moment", parameter, optimizer);
     const bool is_number =
         at::isFloatingType(tensor.scalar_type()) || (parameter.is_complex() && tensor.is_complex());
     TORCH_CHECK(
         (tensor.layout() == at::kStrided || (may_be_sparse && tensor.is_sparse())) && is_number,
-        optimizer, ": \"", key, "\" of ", optimizer.parameter(parameter), " is ", describe(tensor),
+        optimizer, ": \"", key, "\" of ", optimizer.describe(parameter), " is ", describe(tensor),
         " in the archive; it should be dense and of a floating dtype: load the file of an "
         "optimizer that was made as this one");
   }
   for (const std::string_view moment : format.moments) {
     const bool is_needed = !moment.empty() && (steps > 0 || !has_master);
     TORCH_CHECK(!is_needed || found.count(std::string(moment)) > 0, optimizer,
-                ": the archive lacks \"", moment, "\" of ", optimizer.parameter(parameter),
-                ", and has the state ", listed(state.keys()),
+                ": the archive lacks \"", moment, "\" of ", optimizer.describe(parameter),
+                ", and has the state ", join_sorted(state.keys()),
                 "; it is that of another class of optimizer, or damaged: load the file of an "
                 "optimizer that was made as this one");
   }
@@ -196,7 +196,8 @@ inline void check_state_archive(torch::serialize::InputArchive& state, const Arc
 /// many parameters, with states of their shapes.
 /// \throws c10::Error, naming what the archive has and what it should have
 inline void check_optimizer_archive(torch::serialize::InputArchive& archive,
-                                    const OptimizerWords& optimizer, bool may_be_sparse = false) {
+                                    const OptimizerDescription& optimizer,
+                                    bool may_be_sparse = false) {
   c10::IValue version, name;
   TORCH_CHECK(archive.try_read("pytorch_version", version) && version.isString() &&
                   version.toStringRef() == "1.5.0",
@@ -209,20 +210,20 @@ inline void check_optimizer_archive(torch::serialize::InputArchive& archive,
                 ": the archive is that of ", name.isString() ? name.toStringRef() : "another class",
                 "; load the file of an optimizer of this class");
   } else {
-    TORCH_CHECK(format == nullptr || format->is_libtorchs, optimizer,
+    TORCH_CHECK(format == nullptr || format->has_torch_class, optimizer,
                 ": the archive names no class, as those of libtorch's optimizers, and libtorch has "
                 "no ",
                 optimizer, "; load what torch::save(optimizer, path) wrote");
   }
-  const auto check = [&optimizer](bool holds, const auto&... words) {
+  const auto check = [&optimizer](bool holds, const auto&... message) {
     if (holds) return;
-    TORCH_CHECK(false, optimizer, ": ", words...,
+    TORCH_CHECK(false, optimizer, ": ", message...,
                 "; load the file of an optimizer that was made as this one");
   };
   torch::serialize::InputArchive groups, group, options, states, state;
   check(archive.try_read("param_groups", groups) && archive.try_read("state", states),
         "the archive lacks its groups or states");
-  const int64_t count = count_in(groups, "param_groups/size");
+  const int64_t count = read_size(groups, "param_groups/size");
   check(count == static_cast<int64_t>(optimizer.groups.size()),
         "the archive has a different number of parameter groups, ", count,
         ", than this optimizer, ", optimizer.groups.size());
@@ -238,7 +239,7 @@ inline void check_optimizer_archive(torch::serialize::InputArchive& archive,
     check(groups.try_read("param_groups/" + std::to_string(i), group) &&
               group.try_read("options", options),
           "the archive lacks group ", i);
-    const int64_t size = count_in(group, "params/size");
+    const int64_t size = read_size(group, "params/size");
     check(size == static_cast<int64_t>(params.size()),
           "the archive contains a parameter group that has a different size: group ", i, " has ",
           size, " parameters there, and ", params.size(), " here");
@@ -247,7 +248,7 @@ inline void check_optimizer_archive(torch::serialize::InputArchive& archive,
       for (const std::string_view key : format->options) {
         check(key.empty() || std::find(keys.begin(), keys.end(), key) != keys.end(),
               "the archive is that of another class of optimizer: group ", i, " has the options ",
-              listed(keys), ", and lacks ", key);
+              join_sorted(keys), ", and lacks ", key);
       }
     }
     for (std::size_t k = 0; k < params.size(); ++k) {
@@ -269,28 +270,28 @@ inline void check_optimizer_archive(torch::serialize::InputArchive& archive,
 /// Returns the groups and states of an archive, for the parameters and options of `optimizer`.
 /// \throws c10::Error as check_optimizer_archive, and for values that State or Options do not take
 template <class State, class Options>
-FiledOptimizer read_optimizer_archive(torch::serialize::InputArchive& archive,
-                                      const OptimizerWords& optimizer) {
+SerializedOptimizer read_optimizer_archive(torch::serialize::InputArchive& archive,
+                                           const OptimizerDescription& optimizer) {
   check_optimizer_archive(archive, optimizer);
-  FiledOptimizer read;
-  for (const auto& group : optimizer.groups) read.param_groups().push_back(group);
-  const std::string refusal =
-      refusal_of([&] { torch::optim::serialize<State, Options>(archive, read); });
-  TORCH_CHECK(refusal.empty(), optimizer,
+  SerializedOptimizer serialized;
+  for (const auto& group : optimizer.groups) serialized.param_groups().push_back(group);
+  const std::string error =
+      load_error([&] { torch::optim::serialize<State, Options>(archive, serialized); });
+  TORCH_CHECK(error.empty(), optimizer,
               ": the archive is that of an optimizer of another class or with other groups, or it "
               "is damaged; load the file of an optimizer that was made as this one (",
-              refusal, ")");
-  return read;
+              error, ")");
+  return serialized;
 }
 
 /// Gives `optimizer` the states and options that were read. Its options stay where they are, since
 /// users hold references to them.
 template <class Options>
-void take_archive(FiledOptimizer read, torch::optim::Optimizer& optimizer) {
-  optimizer.state() = std::move(read.state());
-  for (std::size_t group = 0; group < read.param_groups().size(); ++group) {
+void assign_serialized(SerializedOptimizer serialized, torch::optim::Optimizer& optimizer) {
+  optimizer.state() = std::move(serialized.state());
+  for (std::size_t group = 0; group < serialized.param_groups().size(); ++group) {
     static_cast<Options&>(optimizer.param_groups()[group].options()) =
-        static_cast<Options&>(read.param_groups()[group].options());
+        static_cast<Options&>(serialized.param_groups()[group].options());
   }
 }
 
@@ -298,34 +299,34 @@ void take_archive(FiledOptimizer read, torch::optim::Optimizer& optimizer) {
 /// nothing. Optimizers of torch::optim load it into copies of their groups.
 inline void check_load(torch::serialize::InputArchive& archive,
                        torch::optim::Optimizer& optimizer) {
-  if (const auto* const own = dynamic_cast<const optim::ArchiveChecker*>(&optimizer)) {
-    return own->check_load(archive);
+  if (const auto* const checker = dynamic_cast<const optim::ArchiveChecker*>(&optimizer)) {
+    return checker->check_load(archive);
   }
-  const bool is_torchs = c10::demangle(typeid(optimizer).name()).starts_with("torch::optim::");
-  if (!is_torchs && dynamic_cast<const optim::ShardedState*>(&optimizer) == nullptr) return;
-  const std::string name = class_in_files(optimizer);
-  check_optimizer_archive(archive, {name.c_str(), optimizer.param_groups()}, is_torchs);
-  if (!is_torchs) return;
+  const bool is_torch_class = c10::demangle(typeid(optimizer).name()).starts_with("torch::optim::");
+  if (!is_torch_class && dynamic_cast<const optim::ShardedState*>(&optimizer) == nullptr) return;
+  const std::string name = archive_class_name(optimizer);
+  check_optimizer_archive(archive, {name.c_str(), optimizer.param_groups()}, is_torch_class);
+  if (!is_torch_class) return;
   std::vector<torch::optim::OptimizerParamGroup> groups;
   for (const auto& group : optimizer.param_groups()) groups.push_back(group);
   std::remove_reference_t<decltype(optimizer.state())> states;
-  const auto exchange = [&] {
+  const auto swap_with_optimizer = [&] {
     optimizer.param_groups().swap(groups);
     optimizer.state().swap(states);
   };
-  exchange();
-  const std::string refusal = refusal_of([&] { optimizer.load(archive); });
-  exchange();
-  TORCH_CHECK(refusal.empty(), name,
+  swap_with_optimizer();
+  const std::string error = load_error([&] { optimizer.load(archive); });
+  swap_with_optimizer();
+  TORCH_CHECK(error.empty(), name,
               ": the archive is that of an optimizer of another class, or it is damaged; load the "
               "file of an optimizer that was made as this one (",
-              refusal, ")");
+              error, ")");
 }
 
 /// Loads all of an optimizer's archive, or leaves it as it was. States that the archive lacks are
 /// dropped: there were none when it was saved.
-inline void load_whole(torch::serialize::InputArchive& archive,
-                       torch::optim::Optimizer& optimizer) {
+inline void load_atomically(torch::serialize::InputArchive& archive,
+                            torch::optim::Optimizer& optimizer) {
   check_load(archive, optimizer);
   std::vector<torch::optim::OptimizerParamGroup> groups;
   for (const auto& group : optimizer.param_groups()) groups.push_back(group);

@@ -31,17 +31,17 @@ using StepValues = std::array<double, 4>;
 
 /// Returns the outcome that the values of a step without closure stand for.
 /// \param has_norm  whether the last two are known
-inline StepOutcome make_outcome(const StepValues& values, bool has_norm, bool was_unscaled) {
+inline StepResult::Values make_outcome(const StepValues& values, bool has_norm, bool was_unscaled) {
   const auto [scale, found_inf, norm_sq, max_abs] = values;
-  StepOutcome outcome{.ran = found_inf == 0,
-                      .found_inf = found_inf != 0,
-                      .scale = static_cast<float>(scale),
-                      .was_unscaled = was_unscaled};
+  StepResult::Values outcome{.applied = found_inf == 0,
+                             .found_inf = found_inf != 0,
+                             .scale = static_cast<float>(scale),
+                             .was_unscaled = was_unscaled};
   if (has_norm) {
     outcome.grad_norm = std::sqrt(norm_sq);
     outcome.grad_max_abs = max_abs;
   }
-  if (outcome.ran) outcome.value = at::Tensor();
+  if (outcome.applied) outcome.step_return = at::Tensor();
   return outcome;
 }
 
@@ -52,7 +52,7 @@ inline StepOutcome make_outcome(const StepValues& values, bool has_norm, bool wa
 /// A future that is made during a capture belongs to the graph, and each replay sends it anew.
 /// Replays do not notify the host: a captured future never becomes ready, and reading it
 /// synchronises.
-class DeviceStepFuture final : public StepSlot {
+class DeviceStepFuture final : public StepFuture {
  public:
   /// \param device  where the values will be; the host's memory for them is allocated here
   explicit DeviceStepFuture(at::Device device)
@@ -97,7 +97,7 @@ class DeviceStepFuture final : public StepSlot {
   /// Scaler and user may ask at once.
   /// \throws c10::Error while the device is being captured, and for a captured step before the
   ///   first replay
-  const StepOutcome& outcome() override {
+  const StepResult::Values& values() override {
     const std::lock_guard lock(mutex_);
     if (is_read_) return outcome_;
     if (!is_ready_) {
@@ -154,7 +154,7 @@ class DeviceStepFuture final : public StepSlot {
   at::Tensor host_values_;
   void* device_address_ = nullptr;  // of host_values_ on the device
   at::Tensor found_inf_;
-  StepOutcome outcome_;
+  StepResult::Values outcome_;
 };
 
 /// The letters of a scaler, which live as long as the scaler. A future that nothing else holds, and

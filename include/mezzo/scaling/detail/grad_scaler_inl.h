@@ -7,7 +7,7 @@
 #include <mezzo/kernels/compute_grad_stats.h>
 #include <mezzo/kernels/graph_capture.h>
 #include <mezzo/optim/detail/gradients.h>
-#include <mezzo/optim/detail/optimizer_words.h>
+#include <mezzo/optim/detail/optimizer_description.h>
 #include <mezzo/scaling/grad_scaler.h>
 
 #include <ATen/ops/full.h>
@@ -31,15 +31,15 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-inline bool has_master(const StepPlan::Row& row) {
-  return row.storage == optim::WeightStorage::fp32_master;
+inline bool has_master(const StepPlan::Param& param) {
+  return param.storage == optim::WeightStorage::fp32_master;
 }
 
 inline void check_has_gradients(bool has_gradients, const torch::optim::Optimizer& optimizer) {
   TORCH_CHECK(
       has_gradients,
       "No inf checks were recorded for this optimizer. In C++: none of its parameters (",
-      OptimizerWords{"", optimizer.param_groups()}.parameters().size(),
+      OptimizerDescription{"", optimizer.param_groups()}.parameters().size(),
       " in all) has a gradient, or had one at unscale_; call scaler.scale(loss).backward() before "
       "it, and make the optimizer from the parameters() of the model that computed the loss; do "
       "not step an optimizer whose model this iteration leaves out");
@@ -51,29 +51,29 @@ inline bool has_max_norm(const StepOptions& options) {
 
 /// Makes the gradients of weights with a float master float, in the plan and in `.grad`, and gives
 /// them to the masters, for callers that hold master_params(optimizer).
-inline void set_master_grads(optim::FusedOptimizer* fused, StepPlan& plan) {
-  for (StepPlan::Row& row : plan.rows) {
-    if (!has_master(row)) continue;
-    if (is_low_precision(row.gradient)) {
-      const NoGradInferenceGuard no_graph(row.gradient.is_inference());
-      row.gradient = row.parameter->grad().to(at::kFloat);
-      row.parameter->mutable_grad() = row.gradient;
+inline void set_master_grads(optim::MixedPrecisionOptimizer* fused, StepPlan& plan) {
+  for (StepPlan::Param& param : plan.params) {
+    if (!has_master(param)) continue;
+    if (is_low_precision(param.gradient)) {
+      const NoGradInferenceGuard no_graph(param.gradient.is_inference());
+      param.gradient = param.parameter->grad().to(at::kFloat);
+      param.parameter->mutable_grad() = param.gradient;
     }
-    (void)fused->master_param(*row.parameter);
+    (void)fused->master_param(*param.parameter);
   }
 }
 
 /// Takes the step of an optimizer that is not mezzo's, with gradients that carry no scale, or skips
 /// it.
-inline StepResult maybe_opt_step(AnyOptimizer optimizer, const std::vector<at::Tensor>& gradients,
-                                 StepOutcome outcome, const StepOptions& options) {
-  if (outcome.ran) {
+inline StepResult maybe_opt_step(OptimizerRef optimizer, const std::vector<at::Tensor>& gradients,
+                                 StepResult::Values outcome, const StepOptions& options) {
+  if (outcome.applied) {
     if (has_max_norm(options) && outcome.grad_norm) {
       clip_in_place(gradients, *outcome.grad_norm, options.max_norm);
     }
-    outcome.value = optimizer.step();
+    outcome.step_return = optimizer.step();
   }
-  skipped_optimizer = outcome.ran ? nullptr : &optimizer.optimizer();
+  skipped_optimizer = outcome.applied ? nullptr : &optimizer.optimizer();
   if (options.zero_grad) zero_gradients(optimizer.optimizer());
   return StepResult(std::move(outcome));
 }
@@ -103,12 +103,12 @@ MEZZO_INLINE GradScaler::State& GradScaler::get_state(const torch::optim::Optimi
 /// Throws, naming the parameter, if a gradient of `plan` may not be unscaled.
 MEZZO_INLINE void GradScaler::check_scaled(const torch::optim::Optimizer& optimizer,
                                            const StepPlan& plan) const {
-  const bool refuses_half = plan.has_bare_half && !options_.allow_fp16_gradients;
-  for (const StepPlan::Row& row : plan.rows) {
-    const bool is_half = row.gradient.scalar_type() == at::kHalf && !detail::has_master(row);
+  const bool refuses_half = plan.has_fp16_without_master && !options_.allow_fp16_gradients;
+  for (const StepPlan::Param& param : plan.params) {
+    const bool is_half = param.gradient.scalar_type() == at::kHalf && !detail::has_master(param);
     TORCH_CHECK(
         !refuses_half || !is_half, "Attempting to unscale FP16 gradients. In C++: the gradient of ",
-        detail::describe_param(optimizer, *row.parameter),
+        detail::describe_param(optimizer, *param.parameter),
         " is float16, in which it underflows without the loss scale; keep the weights in "
         "float32 and run the forward pass under mezzo::AutocastGuard, or train float32 masters "
         "with mezzo::MasterWeights or an optimizer of mezzo's that is given "
@@ -126,8 +126,8 @@ MEZZO_INLINE void GradScaler::mark_cleared_grads() {
   for (auto& [optimizer, state] : per_optimizer_states_) state.mark_cleared_grads();
 }
 
-MEZZO_INLINE at::Tensor GradScaler::unscale_(AnyOptimizer optimizer) {
-  optim::FusedOptimizer* const fused = optimizer.mezzos();
+MEZZO_INLINE at::Tensor GradScaler::unscale_(OptimizerRef optimizer) {
+  optim::MixedPrecisionOptimizer* const fused = optimizer.mixed_precision();
   if (!options_.enabled) {
     if (fused == nullptr) return {};
     const c10::NoGradGuard no_grad;
@@ -151,21 +151,21 @@ MEZZO_INLINE at::Tensor GradScaler::unscale_(AnyOptimizer optimizer) {
 }
 
 /// Unscales in place, after the gradients of weights with masters have become float.
-MEZZO_INLINE void GradScaler::unscale_grads(AnyOptimizer optimizer, State& state) {
+MEZZO_INLINE void GradScaler::unscale_grads(OptimizerRef optimizer, State& state) {
   const c10::NoGradGuard no_grad;
-  StepPlan plan = detail::plan_of(optimizer);
+  StepPlan plan = detail::make_plan(optimizer);
   check_scaled(optimizer.optimizer(), plan);
   const at::Tensor& inverse = scale_.inverse;
-  auto row = plan.rows.begin();
+  auto param = plan.params.begin();
   for (const at::Tensor& gradient : detail::dense_gradients(plan)) {  // before any write
     TORCH_CHECK(detail::can_unscale(gradient, detail::to_device(inverse, gradient.device())),
                 "GradScaler: the gradient of ",
-                detail::describe_param(optimizer.optimizer(), *row->parameter),
+                detail::describe_param(optimizer.optimizer(), *param->parameter),
                 " has elements that share memory, as an expanded tensor has, and cannot be "
                 "unscaled in place; clone() it first");
-    ++row;
+    ++param;
   }
-  detail::set_master_grads(optimizer.mezzos(), plan);
+  detail::set_master_grads(optimizer.mixed_precision(), plan);
   state.found_inf = at::Tensor();
   detail::for_each_device(detail::dense_gradients(plan), [&](const auto& here) {
     const at::Tensor inv_scale = detail::to_device(inverse, here.front().device());
@@ -179,24 +179,24 @@ MEZZO_INLINE void GradScaler::unscale_grads(AnyOptimizer optimizer, State& state
 
 // --- Stepping ----------------------------------------------------------------------------------
 
-MEZZO_INLINE StepResult GradScaler::step(AnyOptimizer optimizer, const StepOptions& options) {
+MEZZO_INLINE StepResult GradScaler::step(OptimizerRef optimizer, const StepOptions& options) {
   TORCH_CHECK(detail::is_above(options.max_norm, 0), "step: max_norm is ", options.max_norm,
               "; it should be positive, and infinite for no clipping");
   const c10::NoGradGuard no_grad;
   if (!options_.enabled) return step_disabled(optimizer, options);
-  optim::FusedOptimizer* const fused = optimizer.mezzos();
+  optim::MixedPrecisionOptimizer* const fused = optimizer.mixed_precision();
   return fused != nullptr ? step_fused(*fused, options) : step_with_host_sync(optimizer, options);
 }
 
 MEZZO_INLINE StepResult GradScaler::step_with_closure(
-    AnyOptimizer optimizer, const torch::optim::Optimizer::LossClosure& closure) {
+    OptimizerRef optimizer, const torch::optim::Optimizer::LossClosure& closure) {
   if (!closure) return step(optimizer);
   TORCH_CHECK(
       !options_.enabled,
       "Closure use is not currently supported if GradScaler is enabled. In C++: compute the loss "
       "and call scaler.scale(loss).backward() before scaler.step(optimizer), or make the scaler "
       "with GradScaler({.enabled = false})");
-  return StepResult(StepOutcome{.ran = true, .value = optimizer.step(closure)});
+  return StepResult(StepResult::Values{.applied = true, .step_return = optimizer.step(closure)});
 }
 
 MEZZO_INLINE GradScaler::State& GradScaler::get_state_to_step(
@@ -219,16 +219,17 @@ MEZZO_INLINE void GradScaler::merge_found_inf(State& state, GradStats& stats) co
 }
 
 /// Steps with an optimizer that takes GradStats: the device decides, and the host does not wait.
-MEZZO_INLINE StepResult GradScaler::step_fused(optim::FusedOptimizer& fused,
+MEZZO_INLINE StepResult GradScaler::step_fused(optim::MixedPrecisionOptimizer& fused,
                                                const StepOptions& options) {
   State& state = get_state_to_step(fused.optimizer());
   const bool was_unscaled = state.stage == OptState::unscaled;
   StepPlan plan = fused.plan();
   was_unscaled ? state.check_still_unscaled(fused.optimizer())
                : check_scaled(fused.optimizer(), plan);
-  GradStats stats = fused.read(plan, was_unscaled ? at::ones_like(scale_.scale) : scale_.inverse);
+  GradStats stats =
+      fused.grad_stats(plan, was_unscaled ? at::ones_like(scale_.scale) : scale_.inverse);
   if (!was_unscaled) state.found_inf = at::Tensor();  // of a step that threw
-  detail::check_has_gradients(was_unscaled ? state.found_inf.defined() : plan.has_rows(),
+  detail::check_has_gradients(was_unscaled ? state.found_inf.defined() : plan.has_params(),
                               fused.optimizer());
   merge_found_inf(state, stats);
   StepResult result = future_pool_.make_result(scale_.scale, stats, was_unscaled);  // may throw
@@ -241,7 +242,7 @@ MEZZO_INLINE StepResult GradScaler::step_fused(optim::FusedOptimizer& fused,
 
 /// Steps with any other optimizer, as torch.amp does: the gradients are unscaled and clipped where
 /// they lie, and the host decides, for which it waits.
-MEZZO_INLINE StepResult GradScaler::step_with_host_sync(AnyOptimizer optimizer,
+MEZZO_INLINE StepResult GradScaler::step_with_host_sync(OptimizerRef optimizer,
                                                         const StepOptions& options) {
   State& state = get_state_to_step(optimizer.optimizer());
   const at::Tensor& scale = scale_.scale;
@@ -251,12 +252,12 @@ MEZZO_INLINE StepResult GradScaler::step_with_host_sync(AnyOptimizer optimizer,
   GradStats stats{.inv_scale = scale_.inverse, .found_inf = state.found_inf};
   std::vector<at::Tensor> gradients;
   if (was_unscaled || detail::has_max_norm(options)) {
-    gradients = detail::dense_gradients(detail::plan_of(optimizer));
+    gradients = detail::dense_gradients(detail::make_plan(optimizer));
     if (was_unscaled) state.check_still_unscaled(optimizer.optimizer());
-    stats = detail::read_gradients(gradients, at::ones_like(scale));
+    stats = detail::compute_grad_stats_across_devices(gradients, at::ones_like(scale));
     merge_found_inf(state, stats);
   }
-  const StepOutcome outcome = future_pool_.make_result(scale, stats, was_unscaled).outcome();
+  const StepResult::Values outcome = future_pool_.make_result(scale, stats, was_unscaled).values();
   const StepResult result = detail::maybe_opt_step(optimizer, gradients, outcome, options);
   state.stage = OptState::stepped;
   reporter_.observe(result);
@@ -264,24 +265,25 @@ MEZZO_INLINE StepResult GradScaler::step_with_host_sync(AnyOptimizer optimizer,
 }
 
 /// Steps for a disabled scaler: has_max_norm, sets to zero and steps, whatever the gradients are.
-MEZZO_INLINE StepResult GradScaler::step_disabled(AnyOptimizer optimizer,
+MEZZO_INLINE StepResult GradScaler::step_disabled(OptimizerRef optimizer,
                                                   const StepOptions& options) {
-  optim::FusedOptimizer* const fused = optimizer.mezzos();
+  optim::MixedPrecisionOptimizer* const fused = optimizer.mixed_precision();
   const bool wants_plan = fused != nullptr || detail::has_max_norm(options);
-  StepPlan plan = wants_plan ? detail::plan_of(optimizer) : StepPlan();
+  StepPlan plan = wants_plan ? detail::make_plan(optimizer) : StepPlan();
   std::vector<at::Tensor> gradients;
   GradStats stats;
-  StepResult result(StepOutcome{.ran = true, .value = at::Tensor()});
-  if (detail::has_max_norm(options) && plan.has_rows()) {
+  StepResult result(StepResult::Values{.applied = true, .step_return = at::Tensor()});
+  if (detail::has_max_norm(options) && plan.has_params()) {
     gradients = detail::dense_gradients(plan);
     const at::Device device = gradients.empty() ? at::kCPU : gradients.front().device();
     const at::Tensor one = at::ones({}, at::TensorOptions().device(device).dtype(at::kFloat));
-    stats = fused != nullptr ? fused->read(plan, one) : detail::read_gradients(gradients, one);
+    stats = fused != nullptr ? fused->grad_stats(plan, one)
+                             : detail::compute_grad_stats_across_devices(gradients, one);
     stats.found_inf.zero_();
     result = future_pool_.make_result(one, stats, /*was_unscaled=*/false);
   }
   if (fused == nullptr) {
-    return detail::maybe_opt_step(optimizer, gradients, result.outcome(), options);
+    return detail::maybe_opt_step(optimizer, gradients, result.values(), options);
   }
   fused->apply(std::move(plan), stats, options);
   return result;

@@ -1,8 +1,8 @@
 #pragma once
 
 #include <mezzo/base/version.h>
-#include <mezzo/optim/detail/optimizer_words.h>
-#include <mezzo/optim/optimizer.h>
+#include <mezzo/optim/detail/optimizer_description.h>
+#include <mezzo/optim/optimizer_ref.h>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/TensorImpl.h>
@@ -22,7 +22,7 @@ namespace detail {
 
 inline std::string describe_param(const torch::optim::Optimizer& optimizer,
                                   const at::Tensor& parameter) {
-  return OptimizerWords{"", optimizer.param_groups()}.parameter(parameter);
+  return OptimizerDescription{"", optimizer.param_groups()}.describe(parameter);
 }
 
 /// What was called last for an optimizer in this iteration.
@@ -54,9 +54,9 @@ class PerOptimizerState {
   /// Notes that the gradients of `plan` were unscaled in place.
   void set_unscaled_grads(const StepPlan& plan) {
     unscaled_grads_.clear();
-    for (const StepPlan::Row& row : plan.rows) {
-      const at::Tensor& gradient = row.parameter->grad();
-      unscaled_grads_.push_back({WeakTensor(row.parameter->getIntrusivePtr()),
+    for (const StepPlan::Param& param : plan.params) {
+      const at::Tensor& gradient = param.parameter->grad();
+      unscaled_grads_.push_back({WeakTensor(param.parameter->getIntrusivePtr()),
                                  WeakTensor(gradient.getIntrusivePtr()), version_of(gradient)});
     }
   }
@@ -97,11 +97,11 @@ class PerOptimizerState {
       }
     }
     if (versions.empty()) return;
-    for (const StepPlan::Row& row : plan.rows) {
-      const at::Tensor& gradient = row.parameter->grad();
+    for (const StepPlan::Param& param : plan.params) {
+      const at::Tensor& gradient = param.parameter->grad();
       const auto found = versions.find(gradient.unsafeGetTensorImpl());
       TORCH_CHECK(found == versions.end() || found->second != version_of(gradient),
-                  "GradScaler: ", describe_param(optimizer, *row.parameter),
+                  "GradScaler: ", describe_param(optimizer, *param.parameter),
                   " belongs to two optimizers, and its gradient was unscaled for the other one "
                   "already; train it with one of them, or let optimizers of mezzo's step without "
                   "unscale_, which leaves gradients as they are");

@@ -4,7 +4,7 @@
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/dense_memory.h>
-#include <mezzo/optim/detail/averaged_parameters.h>
+#include <mezzo/optim/detail/ema_params.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
@@ -28,17 +28,17 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 /// How messages name an optimizer, and which of its parameters they mean.
-struct OptimizerWords {
+struct OptimizerDescription {
   const char* name;
   const std::vector<torch::optim::OptimizerParamGroup>& groups;
 
   /// "parameter 3 of group 0 (float32 [10] on cpu)". Looks through all groups, which only a message
   /// may.
-  std::string parameter(const at::Tensor& parameter) const {
+  std::string describe(const at::Tensor& parameter) const {
     for (std::size_t group = 0; group < groups.size(); ++group) {
-      const std::vector<at::Tensor>& own = groups[group].params();
-      for (std::size_t i = 0; i < own.size(); ++i) {
-        if (!own[i].is_same(parameter)) continue;
+      const std::vector<at::Tensor>& params = groups[group].params();
+      for (std::size_t i = 0; i < params.size(); ++i) {
+        if (!params[i].is_same(parameter)) continue;
         return c10::str("parameter ", i, " of group ", group, " (", describe(parameter), ")");
       }
     }
@@ -54,44 +54,46 @@ struct OptimizerWords {
     return all;
   }
 
-  friend std::ostream& operator<<(std::ostream& stream, const OptimizerWords& words) {
-    return stream << words.name;
+  friend std::ostream& operator<<(std::ostream& stream, const OptimizerDescription& description) {
+    return stream << description.name;
   }
 };
 
-/// Options of an optimizer that libtorch lacks. `Own` derives from it, and has, beside an argument
-/// (TORCH_ARG) for each option, `lr` among them:
+/// Options of an optimizer that libtorch lacks. `Derived` derives from it, and has, beside an
+/// argument (TORCH_ARG) for each option, `lr` among them:
 ///
 ///     static constexpr std::array kKeys;      the names of the options in files
-///     static auto values(auto& own);          std::tie of the options, in that order
+///     static auto values(auto& self);          std::tie of the options, in that order
 ///
 /// It is a template, so that a unit that only sees the class compiles no virtual functions.
-template <class Own>
-class ListedOptions : public torch::optim::OptimizerCloneableOptions<Own> {
+template <class Derived>
+class SerializableOptions : public torch::optim::OptimizerCloneableOptions<Derived> {
  public:
-  double get_lr() const override { return own().lr(); }
-  void set_lr(const double lr) override { static_cast<Own&>(*this).lr(lr); }
+  double get_lr() const override { return derived().lr(); }
+  void set_lr(const double lr) override { static_cast<Derived&>(*this).lr(lr); }
 
   void serialize(torch::serialize::InputArchive& archive) override {
     std::size_t i = 0;
     const auto read = [&]<class Value>(Value& value) {
       c10::IValue filed;
-      archive.read(Own::kKeys[i++], filed);
+      archive.read(Derived::kKeys[i++], filed);
       value = filed.to<Value>();
     };
-    std::apply([&](auto&... value) { (read(value), ...); }, Own::values(static_cast<Own&>(*this)));
+    std::apply([&](auto&... value) { (read(value), ...); },
+               Derived::values(static_cast<Derived&>(*this)));
   }
   void serialize(torch::serialize::OutputArchive& archive) const override {
     std::size_t i = 0;
-    std::apply([&](auto&... value) { (archive.write(Own::kKeys[i++], c10::IValue(value)), ...); },
-               Own::values(own()));
+    std::apply(
+        [&](auto&... value) { (archive.write(Derived::kKeys[i++], c10::IValue(value)), ...); },
+        Derived::values(derived()));
   }
-  friend bool operator==(const Own& left, const Own& right) {
-    return Own::values(left) == Own::values(right);
+  friend bool operator==(const Derived& left, const Derived& right) {
+    return Derived::values(left) == Derived::values(right);
   }
 
  private:
-  const Own& own() const { return static_cast<const Own&>(*this); }
+  const Derived& derived() const { return static_cast<const Derived&>(*this); }
 };
 
 /// Whether the options of a group that have their constructor's values take those of the optimizer,
@@ -101,16 +103,16 @@ inline constexpr bool kGroupsInheritOptions = TORCH_VERSION_MAJOR > 2 ||
                                                TORCH_VERSION_MINOR >= 12);
 
 /// Gives each option of a group that has its constructor's value the optimizer's.
-template <class Own>
-void inherit_options(Own& group, const Own& defaults) {
-  const Own initial;
-  const auto values = Own::values(group), theirs = Own::values(defaults);
-  const auto constructed = Own::values(initial);
+template <class Options>
+void inherit_options(Options& group, const Options& defaults) {
+  const Options initial;
+  const auto values = Options::values(group), inherited = Options::values(defaults);
+  const auto constructed = Options::values(initial);
   [&]<std::size_t... I>(std::index_sequence<I...>) {
     const auto inherit = [](auto& value, const auto& other, const auto& first) {
       if (value == first) value = other;
     };
-    (inherit(std::get<I>(values), std::get<I>(theirs), std::get<I>(constructed)), ...);
+    (inherit(std::get<I>(values), std::get<I>(inherited), std::get<I>(constructed)), ...);
   }
   (std::make_index_sequence<std::tuple_size_v<decltype(constructed)>>());
 }
@@ -118,22 +120,22 @@ void inherit_options(Own& group, const Own& defaults) {
 /// Restores the options of a group that was just added: from 2.12 on libtorch replaces options of
 /// classes that it does not know, or that are another optimizer's, by the defaults.
 template <class Options>
-void keep_given_options(torch::optim::OptimizerParamGroup& group,
-                        const torch::optim::OptimizerParamGroup& given,
-                        const torch::optim::OptimizerOptions& defaults) {
-  constexpr bool kIsMezzos = requires { Options::kKeys; };
+void restore_group_options(torch::optim::OptimizerParamGroup& group,
+                           const torch::optim::OptimizerParamGroup& given,
+                           const torch::optim::OptimizerOptions& defaults) {
+  constexpr bool kIsMezzoOptions = requires { Options::kKeys; };
   if (!given.has_options()) return;
-  const bool is_own = dynamic_cast<const Options*>(&given.options()) != nullptr;
-  if (is_own && !kIsMezzos) return;
+  const bool is_same_class = dynamic_cast<const Options*>(&given.options()) != nullptr;
+  if (is_same_class && !kIsMezzoOptions) return;
   group.set_options(given.options().clone());
-  if constexpr (kIsMezzos && kGroupsInheritOptions) {
-    if (!is_own) return;
+  if constexpr (kIsMezzoOptions && kGroupsInheritOptions) {
+    if (!is_same_class) return;
     inherit_options(static_cast<Options&>(group.options()), static_cast<const Options&>(defaults));
   }
 }
 
 /// Returns the loss that `closure` computes with autograd on; undefined without a closure.
-inline at::Tensor loss_of(const torch::optim::Optimizer::LossClosure& closure) {
+inline at::Tensor call_closure(const torch::optim::Optimizer::LossClosure& closure) {
   const c10::AutoGradMode with_grad(true);
   return closure ? closure() : at::Tensor();
 }
@@ -149,8 +151,8 @@ inline void check_has_parameters(bool has_parameters, const char* optimizer) {
 }
 
 /// Returns `parameters`, of which there must be some, as a group.
-inline std::vector<torch::optim::OptimizerParamGroup> one_group(std::vector<at::Tensor> parameters,
-                                                                const char* optimizer) {
+inline std::vector<torch::optim::OptimizerParamGroup> make_single_group(
+    std::vector<at::Tensor> parameters, const char* optimizer) {
   check_has_parameters(!parameters.empty(), optimizer);
   return {torch::optim::OptimizerParamGroup(std::move(parameters))};
 }
@@ -158,18 +160,18 @@ inline std::vector<torch::optim::OptimizerParamGroup> one_group(std::vector<at::
 /// Returns the options of a group, of the class that is named `wanted`.
 /// \throws c10::Error if they are another optimizer's
 template <class Options>
-const Options& options_as(const torch::optim::OptimizerParamGroup& group, std::size_t number,
-                          const char* optimizer, const char* wanted) {
-  const auto* const own = dynamic_cast<const Options*>(&group.options());
-  TORCH_CHECK(own != nullptr, optimizer, ": the options of parameter group ", number, " are not ",
-              wanted, "; give OptimizerParamGroup a std::make_unique of those");
-  return *own;
+const Options& get_group_options(const torch::optim::OptimizerParamGroup& group, std::size_t number,
+                                 const char* optimizer, const char* wanted) {
+  const auto* const options = dynamic_cast<const Options*>(&group.options());
+  TORCH_CHECK(options != nullptr, optimizer, ": the options of parameter group ", number,
+              " are not ", wanted, "; give OptimizerParamGroup a std::make_unique of those");
+  return *options;
 }
 
 /// \throws c10::Error for a number below 0, or betas outside of [0, 1); a NaN is neither
-inline void check_numbers(const char* optimizer,
-                          std::initializer_list<std::pair<const char*, double>> at_least_0,
-                          const std::tuple<double, double>& betas = {}) {
+inline void check_hyperparams(const char* optimizer,
+                              std::initializer_list<std::pair<const char*, double>> at_least_0,
+                              const std::tuple<double, double>& betas = {}) {
   for (const auto& [option, value] : at_least_0) {
     TORCH_CHECK(is_at_least(value, 0), optimizer, ": ", option, " is ", value,
                 "; it should be at least 0");
@@ -180,9 +182,9 @@ inline void check_numbers(const char* optimizer,
 }
 
 /// Warns once that a parameter of 16 bits is trained without a master.
-inline void warn_of_rounded_weights(const at::Tensor& parameter, const OptimizerWords& optimizer,
-                                    const char* remedy) {
-  TORCH_WARN_ONCE(optimizer, ": ", optimizer.parameter(parameter),
+inline void warn_rounded_weights(const at::Tensor& parameter, const OptimizerDescription& optimizer,
+                                 const char* remedy) {
+  TORCH_WARN_ONCE(optimizer, ": ", optimizer.describe(parameter),
                   " is rounded to 16 bits after each step. Updates smaller than half a unit in the "
                   "last place are lost, so that training may stall",
                   parameter.scalar_type() == at::kHalf
@@ -193,48 +195,50 @@ inline void warn_of_rounded_weights(const at::Tensor& parameter, const Optimizer
 }
 
 /// \throws c10::Error unless parameter and gradient are dense, alike, and can be trained
-inline void check_dense_gradient(const at::Tensor& parameter, const OptimizerWords& optimizer) {
+inline void check_dense_gradient(const at::Tensor& parameter,
+                                 const OptimizerDescription& optimizer) {
   const at::Tensor& gradient = parameter.grad();
-  TORCH_CHECK(!parameter.is_inference(), optimizer, ": ", optimizer.parameter(parameter),
+  TORCH_CHECK(!parameter.is_inference(), optimizer, ": ", optimizer.describe(parameter),
               " was made under c10::InferenceMode, and cannot be trained; make or load the model "
               "outside of it");
   TORCH_CHECK(gradient.layout() == at::kStrided && parameter.layout() == at::kStrided, optimizer,
               " takes dense parameters and gradients, and the gradient of ",
-              optimizer.parameter(parameter), " is ", describe(gradient),
+              optimizer.describe(parameter), " is ", describe(gradient),
               "; give this parameter to a torch::optim::SGD of its own, which takes sparse ones, "
               "or make the embedding with sparse(false)");
   TORCH_CHECK(gradient.device() == parameter.device() && gradient.sizes() == parameter.sizes(),
-              optimizer, ": ", optimizer.parameter(parameter), " has a gradient that is ",
+              optimizer, ": ", optimizer.describe(parameter), " has a gradient that is ",
               describe(gradient),
               "; call zero_grad() after the model was moved or resized, and backward() after that");
   TORCH_CHECK(
-      is_dense_memory(parameter), optimizer, ": ", optimizer.parameter(parameter),
+      is_dense_memory(parameter), optimizer, ": ", optimizer.describe(parameter),
       " has gaps in its memory, or elements that share it; give the whole tensor that it is "
       "a view of, or make it contiguous() before the optimizer is made");
 }
 
-/// \throws c10::Error if an EmaScope has put an average in the place of `parameter`: its master, or
+/// \throws c10::Error if an EmaGuard has put an average in the place of `parameter`: its master, or
 /// what a file has of it, would be made from the average
-inline void refuse_average(const at::Tensor& parameter, const OptimizerWords& optimizer) {
-  TORCH_CHECK(!holds_average(parameter), optimizer, ": ", optimizer.parameter(parameter),
-              " holds an average, for an EmaScope is alive; let that scope end first");
+inline void check_not_averaged(const at::Tensor& parameter, const OptimizerDescription& optimizer) {
+  TORCH_CHECK(!is_averaged(parameter), optimizer, ": ", optimizer.describe(parameter),
+              " holds an average, for an EmaGuard is alive; let that scope end first");
 }
 
 /// \throws c10::Error where a parameter is given twice or two share memory: two threads would step
 ///   the same memory at once, or two masters would be rounded into it
-inline void refuse_duplicates(const std::vector<at::Tensor>& all, const OptimizerWords& optimizer) {
+inline void check_no_duplicates(const std::vector<at::Tensor>& all,
+                                const OptimizerDescription& optimizer) {
   std::unordered_set<const c10::TensorImpl*> known;
   std::vector<at::Tensor> strided;
   for (const at::Tensor& parameter : all) {
     TORCH_CHECK(known.insert(parameter.unsafeGetTensorImpl()).second, optimizer, ": ",
-                optimizer.parameter(parameter),
+                optimizer.describe(parameter),
                 " is given twice, as model->parameters() gives a weight that two modules share; "
                 "give it once");
     if (parameter.layout() == at::kStrided) strided.push_back(parameter);
   }
   const auto shared = find_overlap(strided);
-  TORCH_CHECK(!shared, optimizer, ": ", optimizer.parameter(shared->first), " and ",
-              optimizer.parameter(shared->second),
+  TORCH_CHECK(!shared, optimizer, ": ", optimizer.describe(shared->first), " and ",
+              optimizer.describe(shared->second),
               " share memory, which a step would change twice; give the tensor once that both are "
               "views of, or clone() one of them");
 }

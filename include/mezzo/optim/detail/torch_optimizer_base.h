@@ -4,7 +4,7 @@
 #include <mezzo/base/detail/inference_mode.h>
 #include <mezzo/base/version.h>
 #include <mezzo/optim/detail/optimizer_archive.h>
-#include <mezzo/optim/detail/optimizer_words.h>
+#include <mezzo/optim/detail/optimizer_description.h>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/GradMode.h>
@@ -21,34 +21,34 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 /// A torch::optim::Optimizer whose steps are not element by element, and which a GradScaler steps
-/// as it steps torch's: its groups, files and closures. `Own` says what it refuses and how it
+/// as it steps torch's: its groups, files and closures. `Derived` says what it refuses and how it
 /// steps:
 ///
-///     static constexpr const char *kName, *kOptions;
+///     static constexpr const char *kName, *kOptionsName;
 ///     static void check_options(const Options&);
 ///     void update();
 ///
-/// It may hide check_parameter, check_gradient, check_state and check_own_keys.
-template <class Own, class Options, class State>
-class OrdinaryOptimizer : public torch::optim::Optimizer, public optim::ArchiveChecker {
+/// It may hide check_parameter, check_gradient, check_state and check_extra_keys.
+template <class Derived, class Options, class State>
+class TorchOptimizerBase : public torch::optim::Optimizer, public optim::ArchiveChecker {
  public:
   /// Takes param groups, and options for those that have none.
-  explicit OrdinaryOptimizer(const std::vector<torch::optim::OptimizerParamGroup>& groups,
-                             const Options& defaults = {})
+  explicit TorchOptimizerBase(const std::vector<torch::optim::OptimizerParamGroup>& groups,
+                              const Options& defaults = {})
       : Optimizer(std::vector<torch::optim::OptimizerParamGroup>{},
                   std::make_unique<Options>(defaults)) {
     for (const auto& group : groups) add_param_group(group);
-    check_has_parameters(!groups.empty(), Own::kName);
+    check_has_parameters(!groups.empty(), Derived::kName);
   }
   /// Takes parameters, as one group.
-  explicit OrdinaryOptimizer(std::vector<at::Tensor> parameters, const Options& defaults = {})
-      : OrdinaryOptimizer(one_group(std::move(parameters), Own::kName), defaults) {}
+  explicit TorchOptimizerBase(std::vector<at::Tensor> parameters, const Options& defaults = {})
+      : TorchOptimizerBase(make_single_group(std::move(parameters), Derived::kName), defaults) {}
 
   /// Adds a group. \throws c10::Error as the constructor does, and has not added it
   void add_param_group(const torch::optim::OptimizerParamGroup& group) {
     Optimizer::add_param_group(group);
     try {
-      keep_given_options<Options>(param_groups_.back(), group, *defaults_);
+      restore_group_options<Options>(param_groups_.back(), group, *defaults_);
       check_parameters();
     } catch (...) {
       param_groups_.pop_back();
@@ -60,25 +60,27 @@ class OrdinaryOptimizer : public torch::optim::Optimizer, public optim::ArchiveC
   /// \throws c10::Error for a gradient that it cannot take or an option out of range, before
   ///   anything is written
   at::Tensor step(LossClosure closure = nullptr) override {
-    at::Tensor loss = loss_of(closure);
+    at::Tensor loss = call_closure(closure);
     const c10::NoGradGuard no_grad;
     std::size_t count = 0;
     for (const auto& group : param_groups_) count += group.params().size();
-    if (count != parameters_) check_parameters();  // a group came through torch::optim::Optimizer
+    if (count != num_checked_params_)
+      check_parameters();  // a group came through torch::optim::Optimizer
     for (std::size_t group = 0; group < param_groups_.size(); ++group) {
       check_group(group);
       for (const at::Tensor& parameter : param_groups_[group].params()) {
         if (!parameter.grad().defined()) continue;
-        own().check_gradient(parameter);
+        derived().check_gradient(parameter);
         const auto found = state_.find(parameter.unsafeGetTensorImpl());
         if (found == state_.end()) continue;
         const auto* const state = dynamic_cast<const State*>(found->second.get());
-        TORCH_CHECK(state != nullptr, Own::kName, ": the state of ", words().parameter(parameter),
+        TORCH_CHECK(state != nullptr, Derived::kName, ": the state of ",
+                    description().describe(parameter),
                     " is another optimizer's; copy states between optimizers of one class");
-        Own::check_state(parameter, *state, words());
+        Derived::check_state(parameter, *state, description());
       }
     }
-    own().update();
+    derived().update();
     clear_autocast_cache();
     return loss;
   }
@@ -86,12 +88,12 @@ class OrdinaryOptimizer : public torch::optim::Optimizer, public optim::ArchiveC
   /// Writes the class, the options and the state.
   void save(torch::serialize::OutputArchive& archive) const override {
     torch::optim::serialize<State, Options>(archive, *this);
-    archive.write(kClassKey, c10::IValue(std::string(Own::kName)));
+    archive.write(kClassKey, c10::IValue(std::string(Derived::kName)));
   }
   /// Reads all of what `save` wrote. States that the archive lacks are dropped.
   /// \throws c10::Error, and changes nothing, for any other archive
   void load(torch::serialize::InputArchive& archive) override {
-    take_archive<Options>(read_archive(archive), *this);
+    assign_serialized<Options>(read_archive(archive), *this);
   }
   /// Throws what `load` would throw, and changes nothing.
   void check_load(torch::serialize::InputArchive& archive) const override {
@@ -99,73 +101,76 @@ class OrdinaryOptimizer : public torch::optim::Optimizer, public optim::ArchiveC
   }
 
  protected:
-  OptimizerWords words() const { return {Own::kName, param_groups_}; }
+  OptimizerDescription description() const { return {Derived::kName, param_groups_}; }
 
   /// Returns the state of a parameter, made at its first step.
-  State& state_of(const at::Tensor& parameter) {
-    auto& kept = state_[parameter.unsafeGetTensorImpl()];
-    if (kept == nullptr) kept = std::make_unique<State>();
-    return static_cast<State&>(*kept);
+  State& get_or_create_state(const at::Tensor& parameter) {
+    auto& state = state_[parameter.unsafeGetTensorImpl()];
+    if (state == nullptr) state = std::make_unique<State>();
+    return static_cast<State&>(*state);
   }
 
   /// Refuses nothing of a new group.
-  static void check_parameter(const at::Tensor& /*parameter*/, const OptimizerWords& /*words*/) {}
+  static void check_parameter(const at::Tensor& /*parameter*/,
+                              const OptimizerDescription& /*words*/) {}
   /// Refuses a state of other shapes, before a step writes anything.
   static void check_state(const at::Tensor& parameter, const State& state,
-                          const OptimizerWords& words) {
+                          const OptimizerDescription& description) {
     if constexpr (requires { state.exp_avg_sq(); }) {
-      check_shape_of(state.exp_avg(), "a moment", parameter, words);
-      check_shape_of(state.exp_avg_sq(), "a moment", parameter, words);
+      check_state_shape(state.exp_avg(), "a moment", parameter, description);
+      check_state_shape(state.exp_avg_sq(), "a moment", parameter, description);
     } else {
-      check_shape_of(state.momentum_buffer(), "a moment", parameter, words);
+      check_state_shape(state.momentum_buffer(), "a moment", parameter, description);
     }
   }
   /// Checks what an archive has beside groups and states.
-  static void check_own_keys(torch::serialize::InputArchive& /*archive*/) {}
+  static void check_extra_keys(torch::serialize::InputArchive& /*archive*/) {}
   /// Refuses a sparse gradient, before a step writes anything.
   void check_gradient(const at::Tensor& parameter) const {
     if (is_low_precision(parameter)) {
-      warn_of_rounded_weights(parameter, words(), "a mezzo::MasterWeights around the optimizer");
+      warn_rounded_weights(parameter, description(), "a mezzo::MasterWeights around the optimizer");
     }
-    TORCH_CHECK(parameter.grad().layout() == at::kStrided, Own::kName,
-                " does not support sparse gradients, and ", words().parameter(parameter),
+    TORCH_CHECK(parameter.grad().layout() == at::kStrided, Derived::kName,
+                " does not support sparse gradients, and ", description().describe(parameter),
                 " has one; make its Embedding with sparse(false)");
   }
 
  private:
   /// Returns the groups and states of an archive, checked.
-  FiledOptimizer read_archive(torch::serialize::InputArchive& archive) const {
+  SerializedOptimizer read_archive(torch::serialize::InputArchive& archive) const {
     const NoGradInferenceGuard no_graph;
     for (std::size_t group = 0; group < param_groups_.size(); ++group) check_group(group);
-    FiledOptimizer read = read_optimizer_archive<State, Options>(archive, words());
-    for (std::size_t group = 0; group < read.param_groups().size(); ++group) {
-      Own::check_options(static_cast<const Options&>(read.param_groups()[group].options()));
-      for (const at::Tensor& parameter : read.param_groups()[group].params()) {
-        const auto found = read.state().find(parameter.unsafeGetTensorImpl());
-        if (found == read.state().end()) continue;
-        Own::check_state(parameter, static_cast<const State&>(*found->second), words());
+    SerializedOptimizer serialized = read_optimizer_archive<State, Options>(archive, description());
+    for (std::size_t group = 0; group < serialized.param_groups().size(); ++group) {
+      Derived::check_options(
+          static_cast<const Options&>(serialized.param_groups()[group].options()));
+      for (const at::Tensor& parameter : serialized.param_groups()[group].params()) {
+        const auto found = serialized.state().find(parameter.unsafeGetTensorImpl());
+        if (found == serialized.state().end()) continue;
+        Derived::check_state(parameter, static_cast<const State&>(*found->second), description());
       }
     }
-    Own::check_own_keys(archive);
-    return read;
+    Derived::check_extra_keys(archive);
+    return serialized;
   }
 
-  Own& own() { return static_cast<Own&>(*this); }
+  Derived& derived() { return static_cast<Derived&>(*this); }
 
   void check_group(std::size_t group) const {
-    Own::check_options(options_as<Options>(param_groups_[group], group, Own::kName, Own::kOptions));
+    Derived::check_options(get_group_options<Options>(param_groups_[group], group, Derived::kName,
+                                                      Derived::kOptionsName));
   }
 
   /// Checks all groups, and that no parameter is in two places.
   void check_parameters() {
-    const std::vector<at::Tensor> all = words().parameters();
+    const std::vector<at::Tensor> all = description().parameters();
     for (std::size_t group = 0; group < param_groups_.size(); ++group) check_group(group);
-    for (const at::Tensor& parameter : all) Own::check_parameter(parameter, words());
-    refuse_duplicates(all, words());
-    parameters_ = all.size();
+    for (const at::Tensor& parameter : all) Derived::check_parameter(parameter, description());
+    check_no_duplicates(all, description());
+    num_checked_params_ = all.size();
   }
 
-  std::size_t parameters_ = 0;  // that were checked
+  std::size_t num_checked_params_ = 0;  // that were checked
 };
 
 }  // namespace detail

@@ -1,7 +1,7 @@
 /// \file
-/// FusedOptimizer: a training step as values. StepPlan lists the parameters that take part,
-/// GradStats holds what one read of the gradients found, and `apply` does the rest in one pass.
-/// AnyOptimizer: a reference to any optimizer.
+/// MixedPrecisionOptimizer: a training step as values. StepPlan lists the parameters that take
+/// part, GradStats holds what one read of the gradients found, and `apply` does the rest in one
+/// pass. OptimizerRef: a reference to any optimizer.
 #pragma once
 
 #include <mezzo/base/detail/autocast_mode.h>
@@ -12,7 +12,7 @@
 #include <mezzo/optim/detail/applied_steps.h>
 #include <mezzo/optim/detail/gradients.h>
 #include <mezzo/optim/detail/lr_factors.h>
-#include <mezzo/optim/detail/optimizer_words.h>
+#include <mezzo/optim/detail/optimizer_description.h>
 #include <mezzo/optim/step_plan.h>
 
 #include <ATen/core/Tensor.h>
@@ -44,7 +44,7 @@ struct ShardedState {
 ///
 /// \code
 ///   StepPlan plan = optimizer.plan();
-///   GradStats stats = optimizer.read(plan, inv_scale);
+///   GradStats stats = optimizer.grad_stats(plan, inv_scale);
 ///   optimizer.apply(std::move(plan), stats, {.max_norm = 1.0});
 /// \endcode
 ///
@@ -52,18 +52,18 @@ struct ShardedState {
 /// states must not change. The optimizer counts the applied steps, on the host for parameters on
 /// the CPU and elsewhere on the device that decides whether a step is applied.
 ///
-/// mezzo's optimizers are a torch::optim::Optimizer and a FusedOptimizer; a MasterWeights is a
-/// FusedOptimizer alone, and steps another optimizer.
-class FusedOptimizer {
+/// mezzo's optimizers are a torch::optim::Optimizer and a MixedPrecisionOptimizer; a MasterWeights
+/// is a MixedPrecisionOptimizer alone, and steps another optimizer.
+class MixedPrecisionOptimizer {
  public:
-  FusedOptimizer() = default;
-  FusedOptimizer(const FusedOptimizer&) = delete;  // as torch::optim::Optimizer's
-  FusedOptimizer& operator=(const FusedOptimizer&) = delete;
+  MixedPrecisionOptimizer() = default;
+  MixedPrecisionOptimizer(const MixedPrecisionOptimizer&) = delete;  // as torch::optim::Optimizer's
+  MixedPrecisionOptimizer& operator=(const MixedPrecisionOptimizer&) = delete;
   /// Takes the counts and the schedule over.
-  FusedOptimizer(FusedOptimizer&&) = default;
+  MixedPrecisionOptimizer(MixedPrecisionOptimizer&&) = default;
   /// Takes the counts and the schedule over.
-  FusedOptimizer& operator=(FusedOptimizer&&) = default;
-  virtual ~FusedOptimizer() = default;
+  MixedPrecisionOptimizer& operator=(MixedPrecisionOptimizer&&) = default;
+  virtual ~MixedPrecisionOptimizer() = default;
 
   /// Returns the optimizer whose groups are trained: this one, or the one that a MasterWeights
   /// steps.
@@ -73,7 +73,7 @@ class FusedOptimizer {
   /// as they are, and returns what the closure returned.
   // NOLINTNEXTLINE(performance-unnecessary-value-param): what torch::optim::Optimizer declares
   virtual at::Tensor step(torch::optim::Optimizer::LossClosure closure = nullptr) {
-    at::Tensor loss = detail::loss_of(closure);
+    at::Tensor loss = detail::call_closure(closure);
     apply(plan());
     return loss;
   }
@@ -106,7 +106,9 @@ class FusedOptimizer {
   ///
   /// A rate that you write to an option holds until the next call. Where a device counts the steps,
   /// a step with such a rate waits for the count.
-  void show_lrs(int64_t applied_steps) { lr_factors_.show(groups(), applied_steps); }
+  void set_optimizer_lrs(int64_t applied_steps) {
+    lr_factors_.set_optimizer_lrs(groups(), applied_steps);
+  }
 
   /// Returns the rates that the factors multiply, one for each group. Without a table they are the
   /// groups' `lr` options.
@@ -122,13 +124,13 @@ class FusedOptimizer {
   void set_base_lrs(const std::vector<double>& lrs) {
     TORCH_CHECK(lrs.size() == groups().size(), "set_base_lrs: there are ", lrs.size(),
                 " rates for ", groups().size(), " param groups; give one for each");
-    lr_factors_.set_bases(groups(), lrs);
-    show_lrs(applied_steps());
+    lr_factors_.set_base_lrs(groups(), lrs);
+    set_optimizer_lrs(applied_steps());
   }
 
   /// Whether the host counts the applied steps; otherwise a device does, and `applied_steps` waits
   /// for it.
-  bool counts_on_host() const noexcept { return applied_steps_.on_host(); }
+  bool has_host_step_count() const noexcept { return applied_steps_.on_host(); }
 
   /// Returns how many steps were applied, that is, not skipped; steps without any gradient count
   /// too. The number is in files; from libtorch's it is the highest count of a parameter, and 0
@@ -145,8 +147,8 @@ class FusedOptimizer {
   void set_applied_steps(int64_t applied_steps) {
     TORCH_CHECK(applied_steps >= 0, "set_applied_steps: applied_steps is ", applied_steps,
                 "; it should be at least 0");
-    applied_steps_.count().overwrite(applied_steps);
-    show_lrs(applied_steps);
+    applied_steps_.step_count().overwrite(applied_steps);
+    set_optimizer_lrs(applied_steps);
   }
 
   /// Returns the plan of a step: one row for each parameter with a gradient. Writes no weight.
@@ -156,9 +158,9 @@ class FusedOptimizer {
   /// Reads the plan's gradients once, and returns what it found on all devices, in tensors on the
   /// device of the first gradient. Does not synchronise, except to coalesce sparse gradients.
   /// \param inv_scale a float of one element, on any device
-  virtual GradStats read(const StepPlan& plan, const at::Tensor& inv_scale) {
+  virtual GradStats grad_stats(const StepPlan& plan, const at::Tensor& inv_scale) {
     const c10::NoGradGuard no_grad;
-    return detail::read_gradients(detail::dense_gradients(plan), inv_scale);
+    return detail::compute_grad_stats_across_devices(detail::dense_gradients(plan), inv_scale);
   }
 
   /// Takes the step, or skips it where the statistics have an inf: parameters, moments and counts
@@ -189,7 +191,7 @@ class FusedOptimizer {
   void save_progress(torch::serialize::OutputArchive& archive) const {
     archive.write("applied_steps", c10::IValue(applied_steps()));
     if (!has_schedule()) return;
-    const auto& groups = const_cast<FusedOptimizer*>(this)->groups();
+    const auto& groups = const_cast<MixedPrecisionOptimizer*>(this)->groups();
     archive.write("base_lrs", c10::IValue(lr_factors_.base_lrs(groups)));
   }
 
@@ -225,9 +227,9 @@ class FusedOptimizer {
   /// Goes on from a file's progress, after its options were taken over. From here on the host
   /// counts, until a device is to.
   void load_progress(const Progress& progress) {
-    applied_steps_.count().set(progress.applied_steps.value_or(0));
-    lr_factors_.load_bases(progress.base_lrs, groups());
-    show_lrs(applied_steps());
+    applied_steps_.step_count().set(progress.applied_steps.value_or(0));
+    lr_factors_.load_base_lrs(progress.base_lrs, groups());
+    set_optimizer_lrs(applied_steps());
   }
 
   /// Returns whether there is a table of factors.
@@ -252,8 +254,8 @@ inline thread_local const torch::optim::Optimizer* skipped_optimizer = nullptr;
 
 /// A class that steps an optimizer and is none itself: MasterWeights, or one of yours.
 template <class T>
-concept StepsAnother =
-    std::derived_from<T, optim::FusedOptimizer> && !std::derived_from<T, torch::optim::Optimizer>;
+concept OptimizerWrapper = std::derived_from<T, optim::MixedPrecisionOptimizer> &&
+    !std::derived_from<T, torch::optim::Optimizer>;
 
 /// Deleted where it is given: a compiler then shows the line that says what to write instead.
 template <class T>
@@ -265,51 +267,52 @@ concept PointsToOptimizer = requires(const T& pointer) {
 
 /// A reference to any optimizer: what GradScaler, clipping and schedules take. Pass an optimizer of
 /// torch::optim or your own, one of mezzo's, or a MasterWeights; it must outlive the reference.
-class AnyOptimizer {
+class OptimizerRef {
  public:
   /// Refers to any optimizer that is a torch::optim::Optimizer, mezzo's own among them.
-  AnyOptimizer(torch::optim::Optimizer& optimizer)
-      : optimizer_(&optimizer), mezzos_(dynamic_cast<optim::FusedOptimizer*>(&optimizer)) {}
+  OptimizerRef(torch::optim::Optimizer& optimizer)
+      : optimizer_(&optimizer),
+        mixed_precision_(dynamic_cast<optim::MixedPrecisionOptimizer*>(&optimizer)) {}
   /// Refers to what steps another optimizer: a MasterWeights.
-  template <detail::StepsAnother T>
-  AnyOptimizer(T& stepper) : optimizer_(&stepper.optimizer()), mezzos_(&stepper) {}
+  template <detail::OptimizerWrapper T>
+  OptimizerRef(T& wrapper) : optimizer_(&wrapper.optimizer()), mixed_precision_(&wrapper) {}
   template <detail::PointsToOptimizer Pointer>
-  AnyOptimizer(const Pointer&) = delete;  // mezzo takes optimizers by reference: give *optimizer
+  OptimizerRef(const Pointer&) = delete;  // mezzo takes optimizers by reference: give *optimizer
 
   /// Returns the optimizer whose groups hold the parameters; for a MasterWeights the one that it
   /// steps.
   torch::optim::Optimizer& optimizer() const noexcept { return *optimizer_; }
   /// Returns mezzo's view of the optimizer; null for an optimizer that is not mezzo's.
-  optim::FusedOptimizer* mezzos() const noexcept { return mezzos_; }
+  optim::MixedPrecisionOptimizer* mixed_precision() const noexcept { return mixed_precision_; }
 
   /// Takes a step with the gradients as they are. `closure`, if given, is called first, and its
   /// loss returned.
   at::Tensor step(torch::optim::Optimizer::LossClosure closure = nullptr) const {
-    if (mezzos_ != nullptr) return mezzos_->step(std::move(closure));
+    if (mixed_precision_ != nullptr) return mixed_precision_->step(std::move(closure));
     at::Tensor loss = optimizer_->step(std::move(closure));
     detail::clear_autocast_cache();
     return loss;
   }
   /// Writes the optimizer's file.
   void save(torch::serialize::OutputArchive& archive) const {
-    mezzos_ != nullptr ? mezzos_->save(archive) : optimizer_->save(archive);
+    mixed_precision_ != nullptr ? mixed_precision_->save(archive) : optimizer_->save(archive);
   }
   /// Reads the optimizer's file. \throws c10::Error as the optimizer's own `load` does
   void load(torch::serialize::InputArchive& archive) const {
-    mezzos_ != nullptr ? mezzos_->load(archive) : optimizer_->load(archive);
+    mixed_precision_ != nullptr ? mixed_precision_->load(archive) : optimizer_->load(archive);
   }
 
  private:
   torch::optim::Optimizer* optimizer_;
-  optim::FusedOptimizer* mezzos_;
+  optim::MixedPrecisionOptimizer* mixed_precision_;
 };
 
 namespace detail {
 
 /// Returns the plan of a step of any optimizer.
-inline StepPlan plan_of(AnyOptimizer optimizer) {
-  optim::FusedOptimizer* const fused = optimizer.mezzos();
-  return fused != nullptr ? fused->plan() : plain_plan(optimizer.optimizer());
+inline StepPlan make_plan(OptimizerRef optimizer) {
+  optim::MixedPrecisionOptimizer* const fused = optimizer.mixed_precision();
+  return fused != nullptr ? fused->plan() : make_torch_plan(optimizer.optimizer());
 }
 
 }  // namespace detail
@@ -318,7 +321,7 @@ inline StepPlan plan_of(AnyOptimizer optimizer) {
 /// MasterWeights (include <torch/serialize.h>).
 template <class Archive, class T>
 requires std::same_as<Archive, torch::serialize::OutputArchive> &&
-    (std::same_as<T, AnyOptimizer> || detail::StepsAnother<T>)Archive&
+    (std::same_as<T, OptimizerRef> || detail::OptimizerWrapper<T>)Archive&
     operator<<(Archive& archive, const T& optimizer) {
   optimizer.save(archive);
   return archive;
@@ -327,7 +330,7 @@ requires std::same_as<Archive, torch::serialize::OutputArchive> &&
 /// Loads the file of an optimizer; see operator<<.
 template <class Archive, class T>
 requires std::same_as<Archive, torch::serialize::InputArchive> &&
-    (std::same_as<T, AnyOptimizer> || detail::StepsAnother<T>)Archive&
+    (std::same_as<T, OptimizerRef> || detail::OptimizerWrapper<T>)Archive&
     operator>>(Archive& archive, T& optimizer) {
   optimizer.load(archive);
   return archive;

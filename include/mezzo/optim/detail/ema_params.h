@@ -11,7 +11,7 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// The process's record of the parameters that hold averages, for an EmaScope is alive. A
+/// The process's record of the parameters that hold averages, for an EmaGuard is alive. A
 /// checkpoint saved then would present the averages as training weights. The guard and the
 /// checkpoint may be in different libraries and threads.
 C10_EXPORT inline auto& averaged_parameters() {
@@ -19,7 +19,7 @@ C10_EXPORT inline auto& averaged_parameters() {
   return parameters;
 }
 
-inline bool holds_average(const at::Tensor& parameter) {
+inline bool is_averaged(const at::Tensor& parameter) {
   return averaged_parameters().withLock(
       [&](const auto& all) { return all.count(parameter.unsafeGetTensorImpl()) != 0; });
 }
