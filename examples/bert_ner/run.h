@@ -146,14 +146,14 @@ class Run {
     state.add("record", record).add("steps", trainer_.steps).add("model", trainer_.model);
     state.add("optimizer", *trainer_.optimizer).add("schedule", trainer_.schedule);
     if (trainer_.scaler.is_enabled()) state.add("scaler", trainer_.scaler);
-    return std::move(state.with_random_state());
+    return std::move(state.add_rng_state());
   }
 
   void load_checkpoint() {
     std::string record;
     mezzo::TrainingState alone;
     alone.add("record", record);
-    if (!checkpoints().load_newest(alone, {.subset = true})) {
+    if (!checkpoints().load_latest(alone, {.ignore_unexpected = true})) {
       throw InputError(options_.save +
                        "/checkpoints: holds no checkpoint; leave --resume out to begin a run");
     }
@@ -163,7 +163,7 @@ class Run {
       throw InputError(options_.save + ": the run had other " + word +
                        "; put back what it began with");
     }
-    checkpoints().load_newest(state(record));
+    checkpoints().load_latest(state(record));
   }
 
   void save() {

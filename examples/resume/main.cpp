@@ -30,11 +30,11 @@ std::vector<torch::Tensor> train(const std::filesystem::path& folder, int64_t la
   int64_t step = 0;
   mezzo::TrainingState state;  // the objects of the run; an optimizer before its schedule
   state.add("model", model).add("optimizer", optimizer).add("schedule", schedule);
-  state.add("scaler", scaler).add("step", step).with_random_state();
-  mezzo::CheckpointManager checkpoints(folder, {.keep = 2});
-  if (const auto resumed = checkpoints.load_newest(state)) {
+  state.add("scaler", scaler).add("step", step).add_rng_state();
+  mezzo::CheckpointManager checkpoints(folder, {.max_to_keep = 2});
+  if (const auto resumed = checkpoints.load_latest(state)) {
     std::printf("resumed at step %lld from %s\n", static_cast<long long>(resumed->step),
-                resumed->file.filename().c_str());
+                resumed->path.filename().c_str());
   }
 
   while (step < last_step) {

@@ -8,7 +8,7 @@
 
 // Their definitions.
 #include <mezzo/autocast/detail/op_overrides_inl.h>
-#include <mezzo/checkpoint/detail/checkpoint_impl.h>
+#include <mezzo/checkpoint/detail/checkpoint_inl.h>
 #include <mezzo/optim/detail/fused_optimizer_base_inl.h>
 #include <mezzo/optim/detail/master_weights_inl.h>
 #include <mezzo/scaling/detail/grad_scaler_inl.h>

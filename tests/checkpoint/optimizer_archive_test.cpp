@@ -2,7 +2,7 @@
 // and parameters. Otherwise it throws and changes nothing.
 
 #include <mezzo/checkpoint/checkpoint.h>
-#include <mezzo/checkpoint/detail/archive_value.h>
+#include <mezzo/checkpoint/detail/archive_conversion.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/adamw8bit.h>
 #include <mezzo/optim/lamb.h>
@@ -192,7 +192,7 @@ TEST(OptimizerArchive, NegativeCountIsRefused) {
     torch::serialize::OutputArchive archive;
     source.optimizer->save(archive);
     // The count in the last group: an eager loader would have loaded the first by then.
-    auto& module = mezzo::detail::module_in(archive);
+    auto& module = mezzo::detail::get_module(archive);
     const std::string id =
         std::to_string(reinterpret_cast<std::uintptr_t>(source.weights[1].unsafeGetTensorImpl()));
     module.attr("state").toModule().attr(id).toModule().setattr("step", std::int64_t{-3});
@@ -210,7 +210,7 @@ TEST(OptimizerArchive, StateUnderAnotherSpellingIsRefused) {
   source.step(), run.step();
   torch::serialize::OutputArchive archive;
   source.optimizer->save(archive);
-  auto states = mezzo::detail::module_in(archive).attr("state").toModule();
+  auto states = mezzo::detail::get_module(archive).attr("state").toModule();
   const std::string id =
       std::to_string(reinterpret_cast<std::uintptr_t>(source.weights[1].unsafeGetTensorImpl()));
   states.register_module("0" + id, states.attr(id).toModule());

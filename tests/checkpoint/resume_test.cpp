@@ -49,7 +49,7 @@ class InterruptedTraining {
     scaler.on_skip(nullptr);
     state.add("model", model).add("optimizer", optimizer).add("ema", ema);
     state.add("scaler", scaler).add("schedule", schedule).add("position", position);
-    state.add("order", order).add("own generator", own_random).with_random_state();
+    state.add("order", order).add("own generator", own_random).add_rng_state();
   }
 
   void step() {
@@ -109,7 +109,7 @@ void expect_same_bits_after_resuming(at::ScalarType dtype, MakeOptimizer make_op
   torch::manual_seed(2);
   InterruptedTraining<Optimizer> resumed(dtype, make_optimizer);
   resumed.step();  // has state of its own, which must leave no trace
-  const auto loaded = CheckpointManager(temp_dir.path()).load_newest(resumed.state);
+  const auto loaded = CheckpointManager(temp_dir.path()).load_latest(resumed.state);
   ASSERT_TRUE(loaded);
   EXPECT_EQ(loaded->step, 9);
   for (int i = 0; i < 9; ++i) resumed.step();
@@ -169,7 +169,7 @@ TEST(CheckpointResume, IsBitExactWithMasterWeightsTheirAveragesAndTiedLayers) {
   torch::manual_seed(3);
   Mastered whole, resumed;
   for (const float scale : {1.0F, 1e30F, 2.0F, 1.0F}) whole.step(scale);
-  const auto file = CheckpointManager(temp_dir.path()).save(whole.state, 4).file;
+  const auto file = CheckpointManager(temp_dir.path()).save(whole.state, 4).path;
   resumed.step(1.0F);
   mezzo::load_checkpoint(file, resumed.state);
   for (const float scale : {0.5F, 1e30F, 1.0F}) whole.step(scale), resumed.step(scale);
@@ -192,7 +192,7 @@ TEST(CheckpointResume, LeavesNothingOfWhatOptimizerAndScheduleHadBefore) {
   const auto state = [](auto& optimizer, auto& schedule) {
     return TrainingState().add("optimizer", optimizer).add("schedule", schedule);
   };
-  const auto file = CheckpointManager(temp_dir.path()).save(state(fresh, saved), 0).file;
+  const auto file = CheckpointManager(temp_dir.path()).save(state(fresh, saved), 0).path;
   mezzo::load_checkpoint(file, state(used, loaded));
   EXPECT_TRUE(used.state().empty());
   EXPECT_EQ(loaded.applied_steps(), 0);

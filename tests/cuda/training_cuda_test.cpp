@@ -323,7 +323,7 @@ TEST_F(TrainingCuda, CheckpointAfterCaptureResumes) {
   mezzo::CheckpointManager(folder.path()).save(state_of(training), 4);
   test_support::Training resumed(kGpu);
   mezzo::TrainingState state = state_of(resumed);
-  ASSERT_TRUE(mezzo::CheckpointManager(folder.path()).load_newest(state).has_value());
+  ASSERT_TRUE(mezzo::CheckpointManager(folder.path()).load_latest(state).has_value());
   EXPECT_EQ(resumed.applied_steps(), training.applied_steps());
   EXPECT_EQ(resumed.scale(), training.scale());
   resumed.input.fill_(2);

@@ -75,7 +75,7 @@ std::string common_error_of(const Ranks& ranks, const Call& call) {
   return errors[0];
 }
 
-/// A folder of rank 0's that all ranks use; it goes when all are done with it.
+/// A directory of rank 0's that all ranks use; it goes when all are done with it.
 class SharedFolder {
  public:
   SharedFolder() {
@@ -134,7 +134,7 @@ struct Alike {
   explicit Alike(uint64_t seed, const Args&... args)
       : net(net_without_dropout(seed)), optimizer(net->parameters(), args...) {
     state.add("model", net).add("optimizer", optimizer).add("position", position);
-    state.with_random_state();
+    state.add_rng_state();
   }
   void run(int first, int last) {
     take_steps(net, optimizer, first, last);
@@ -162,7 +162,7 @@ struct AlikeShard : Alike<ShardedAdamW> {
 struct Own {
   explicit Own(Ranks ranks) : position(10 + ranks->getRank()) {
     torch::manual_seed(40 + static_cast<uint64_t>(ranks->getRank()));
-    state.add("epoch", epoch).add_per_rank("position", position).with_random_state();
+    state.add("epoch", epoch).add_per_rank("position", position).add_rng_state();
   }
   int64_t epoch = 1;
   int64_t position;

@@ -50,7 +50,7 @@ std::string digest_of(const std::vector<at::Tensor>& tensors) {
 
 /// `forward` and `optimizer` stand for either way to train together.
 template <class Forward>
-void train(Ranks world, const std::filesystem::path& folder, int64_t steps,
+void train(Ranks world, const std::filesystem::path& directory, int64_t steps,
            torch::nn::Sequential model, torch::optim::Optimizer& optimizer,
            const Forward& forward) {
   mezzo::GradScaler scaler({.init_scale = 64, .growth_interval = 10});
@@ -58,11 +58,11 @@ void train(Ranks world, const std::filesystem::path& folder, int64_t steps,
   mezzo::TrainingState state;
   state.add("model", model).add("optimizer", optimizer).add("scaler", scaler);
   std::vector<at::Tensor> own{at::zeros({1'200'000})};  // of rank 1 it goes in two pieces
-  state.add("step", step).add_per_rank("own", own).with_random_state();
+  state.add("step", step).add_per_rank("own", own).add_rng_state();
   torch::manual_seed(static_cast<uint64_t>(100 + world->getRank()));
 
-  mezzo::DistributedCheckpointManager checkpoints(folder, world);
-  checkpoints.load_newest(state);
+  mezzo::DistributedCheckpointManager checkpoints(directory, world);
+  checkpoints.load_latest(state);
   if (world->getRank() == 0) say("from " + std::to_string(step));
   while (step < steps) {
     optimizer.zero_grad();
@@ -83,20 +83,20 @@ void train(Ranks world, const std::filesystem::path& folder, int64_t steps,
   say("own " + std::to_string(world->getRank()) + ' ' + digest_of(own));
 }
 
-int run(const std::string& way, const std::filesystem::path& folder, int64_t steps) {
+int run(const std::string& way, const std::filesystem::path& directory, int64_t steps) {
   const auto environment = mezzo::ProcessGroupEnvironment::read();
   const Ranks world = mezzo::gloo_backend(mezzo::rendezvous(environment, 60s), environment.rank,
                                           environment.world_size, 30s);
   const torch::nn::Sequential model = make_model();
   if (way == "zero") {
     mezzo::ShardedOptimizer<AdamW> optimizer(model->parameters(), world, AdamWOptions(1e-3));
-    train(world, folder, steps, model, optimizer, [&](const at::Tensor& x) {
+    train(world, directory, steps, model, optimizer, [&](const at::Tensor& x) {
       return at::Tensor(torch::nn::Sequential(model)->forward(x));
     });
   } else {
     mezzo::DataParallel ddp(model, world);
     AdamW optimizer(model->parameters(), AdamWOptions(1e-3));
-    train(world, folder, steps, model, optimizer, [&](const at::Tensor& x) { return ddp(x); });
+    train(world, directory, steps, model, optimizer, [&](const at::Tensor& x) { return ddp(x); });
   }
   return 0;
 }

@@ -77,7 +77,7 @@ class EachRanksTraining {
     torch::manual_seed(seed + 100 * static_cast<uint64_t>(rank_ + 1));
     own_random.set_current_seed(seed + static_cast<uint64_t>(rank_));
     state.add("model", way.net).add("optimizer", way.optimizer).add("scaler", scaler);
-    state.add("schedule", schedule).add("position", position).with_random_state();
+    state.add("schedule", schedule).add("position", position).add_rng_state();
     state.add_per_rank("order", own_random).add_per_rank("seen", seen);
   }
 
@@ -120,12 +120,12 @@ class EachRanksTraining {
 
 template <class Way>
 void expect_the_same_bits_after_resuming() {
-  const SharedFolder folder;
+  const SharedFolder directory;
   const Ranks world = everyone();
   EachRanksTraining<Way> whole(world, 1);
   whole.scaler.on_skip(nullptr);
   for (int i = 0; i < 7; ++i) whole.step();
-  DistributedCheckpointManager(folder.path(), world).save(whole.state, whole.position);
+  DistributedCheckpointManager(directory.path(), world).save(whole.state, whole.position);
   for (int i = 0; i < 7; ++i) whole.step();
   const auto expected = whole.outcome();
 
@@ -133,8 +133,8 @@ void expect_the_same_bits_after_resuming() {
   EachRanksTraining<Way> resumed(world, 2);
   resumed.scaler.on_skip(nullptr);
   resumed.step();  // has state of its own, which must leave no trace
-  const auto loaded = DistributedCheckpointManager(folder.path(), world, warning_into(warnings))
-                          .load_newest(resumed.state);
+  const auto loaded = DistributedCheckpointManager(directory.path(), world, warning_into(warnings))
+                          .load_latest(resumed.state);
   ASSERT_TRUE(loaded);
   EXPECT_EQ(loaded->step, 7);
   EXPECT_THAT(warnings, IsEmpty());
@@ -160,17 +160,17 @@ TEST(DistributedCheckpoints, AnyNumberOfRanksAndAProcessAloneGoOnFromEachOthersF
   for (int savers : numbers_of_ranks()) {
     for (const bool is_plain : {false, true}) {
       if (is_plain && savers > 1) continue;
-      const SharedFolder folder;
+      const SharedFolder directory;
       {
         const SomeRanks group(savers);
         if (group.has_this() && is_plain) {
           AlikeAlone run(1, AdamWOptions(1e-2));
           run.run(0, 3);
-          CheckpointManager(folder.path()).save(run.state, 3);
+          CheckpointManager(directory.path()).save(run.state, 3);
         } else if (group.has_this()) {
           AlikeShard run(1, group.ranks());
           run.run(0, 3);
-          DistributedCheckpointManager(folder.path(), group.ranks()).save(run.state, 3);
+          DistributedCheckpointManager(directory.path(), group.ranks()).save(run.state, 3);
         }
       }
       const std::string from = "from " + std::to_string(savers) + (is_plain ? " alone" : "");
@@ -183,8 +183,8 @@ TEST(DistributedCheckpoints, AnyNumberOfRanksAndAProcessAloneGoOnFromEachOthersF
         AlikeShard run(7, ranks);
         run.run(0, 1);
         const auto loaded =
-            DistributedCheckpointManager(folder.path(), ranks, warning_into(warnings))
-                .load_newest(run.state);
+            DistributedCheckpointManager(directory.path(), ranks, warning_into(warnings))
+                .load_latest(run.state);
         ASSERT_TRUE(loaded && loaded->step == 3);
         EXPECT_EQ(run.position, 3);
         run.run(3, 5);
@@ -195,11 +195,11 @@ TEST(DistributedCheckpoints, AnyNumberOfRanksAndAProcessAloneGoOnFromEachOthersF
       std::vector<std::string> warnings;
       AlikeAlone alone(7, AdamWOptions(1e-2));
       ASSERT_TRUE(
-          CheckpointManager(folder.path(), warning_into(warnings)).load_newest(alone.state));
+          CheckpointManager(directory.path(), warning_into(warnings)).load_latest(alone.state));
       alone.run(3, 5);
       alone.expect_weights_of(whole.net, from + " to CheckpointManager");
       if (savers > 1) {
-        EXPECT_THAT(warnings, ElementsAre(HasSubstr("\"random_state\" is rank 0's")));
+        EXPECT_THAT(warnings, ElementsAre(HasSubstr("\"rng_state\" is rank 0's")));
       } else {
         EXPECT_THAT(warnings, IsEmpty());
       }
@@ -209,9 +209,9 @@ TEST(DistributedCheckpoints, AnyNumberOfRanksAndAProcessAloneGoOnFromEachOthersF
 
 TEST(DistributedCheckpoints, OnAnotherNumberOfRanksWhatIsOfEachRankIsLeftAndNamed) {
   if (world_size() < 2) return;
-  const SharedFolder folder;
+  const SharedFolder directory;
   Own saved(everyone());
-  DistributedCheckpointManager(folder.path(), everyone()).save(saved.state, 6);
+  DistributedCheckpointManager(directory.path(), everyone()).save(saved.state, 6);
   for (const int loaders : numbers_of_ranks()) {
     const SomeRanks group(loaders);
     if (!group.has_this() || loaders == world_size()) continue;
@@ -221,8 +221,8 @@ TEST(DistributedCheckpoints, OnAnotherNumberOfRanksWhatIsOfEachRankIsLeftAndName
     run.position = 77;
     run.epoch = 5;
     const torch::Tensor random = at::detail::getDefaultCPUGenerator().get_state();
-    DistributedCheckpointManager(folder.path(), ranks, warning_into(warnings))
-        .load_newest(run.state);
+    DistributedCheckpointManager(directory.path(), ranks, warning_into(warnings))
+        .load_latest(run.state);
     EXPECT_EQ(run.epoch, 1);
     EXPECT_EQ(run.position, 77);
     EXPECT_TRUE(torch::equal(at::detail::getDefaultCPUGenerator().get_state(), random));
@@ -235,7 +235,7 @@ TEST(DistributedCheckpoints, OnAnotherNumberOfRanksWhatIsOfEachRankIsLeftAndName
     EXPECT_THAT(warnings,
                 UnorderedElementsAre(
                     AllOf(HasSubstr("\"position\" is left as it is"), HasSubstr(numbers)),
-                    AllOf(HasSubstr("\"random_state\" is left as it is"), HasSubstr(numbers))));
+                    AllOf(HasSubstr("\"rng_state\" is left as it is"), HasSubstr(numbers))));
   }
 }
 

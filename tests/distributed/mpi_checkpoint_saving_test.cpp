@@ -39,20 +39,21 @@ using testing::IsEmpty;
 using testing::SizeIs;
 
 TEST(DistributedCheckpoints, TheFileIsThereWhenSaveReturnsOnAnyRank) {
-  const SharedFolder folder;
+  const SharedFolder directory;
   const Ranks world = everyone();
   Mixed mixed(world);
-  const auto saved = DistributedCheckpointManager(folder.path(), world).save(mixed.run.state, 1);
-  EXPECT_TRUE(std::filesystem::exists(saved.file));
-  EXPECT_EQ(std::filesystem::file_size(saved.file), saved.bytes);
+  const auto saved = DistributedCheckpointManager(directory.path(), world).save(mixed.run.state, 1);
+  EXPECT_TRUE(std::filesystem::exists(saved.path));
+  EXPECT_EQ(std::filesystem::file_size(saved.path), saved.size_bytes);
 }
 
 TEST(DistributedCheckpoints, AFolderThatRank0CannotWriteIsToldToAllAndTheNextSaveGoesWell) {
-  const SharedFolder folder;
+  const SharedFolder directory;
   const Ranks world = everyone();
   Mixed mixed(world);
-  const auto place = folder.path() / "here";
-  if (world->getRank() == 0) test_support::write_file(place, "a file where the folder should be");
+  const auto place = directory.path() / "here";
+  if (world->getRank() == 0)
+    test_support::write_file(place, "a file where the directory should be");
   barrier(world);
   DistributedCheckpointManager checkpoints(place, world);
   EXPECT_THAT(common_error_of(world, [&] { checkpoints.save(mixed.run.state, 3); }),
@@ -60,7 +61,7 @@ TEST(DistributedCheckpoints, AFolderThatRank0CannotWriteIsToldToAllAndTheNextSav
   if (world->getRank() == 0) std::filesystem::remove(place);
   barrier(world);
   checkpoints.save(mixed.run.state, 3);
-  EXPECT_THAT(checkpoints.files(), SizeIs(1));
+  EXPECT_THAT(checkpoints.checkpoints(), SizeIs(1));
   barrier(world);
 }
 
@@ -97,10 +98,10 @@ test_support::Syscalls failing_on_rank_0(const std::string& name) {
 }
 
 TEST(DistributedCheckpoints, WhatTheDiskOfRank0RefusesIsToldToAllAndTheLastFileStaysWhole) {
-  const SharedFolder folder;
+  const SharedFolder directory;
   const Ranks world = everyone();
   Mixed mixed(world);
-  DistributedCheckpointManager checkpoints(folder.path(), world);
+  DistributedCheckpointManager checkpoints(directory.path(), world);
   mixed.set(1);
   checkpoints.save(mixed.run.state, 1);
   for (const std::string name : {"write", "fsync", "rename"}) {
@@ -112,19 +113,19 @@ TEST(DistributedCheckpoints, WhatTheDiskOfRank0RefusesIsToldToAllAndTheLastFileS
           AllOf(HasSubstr("rank 0 of"), HasSubstr(std::strerror(name == "write" ? ENOSPC : EIO))))
           << name;
     }
-    EXPECT_THAT(folder.temporaries(), IsEmpty()) << name;
-    EXPECT_THAT(checkpoints.files(), SizeIs(1)) << name;
-    EXPECT_EQ(checkpoints.load_newest(mixed.run.state)->step, 1) << name;
+    EXPECT_THAT(directory.temporaries(), IsEmpty()) << name;
+    EXPECT_THAT(checkpoints.checkpoints(), SizeIs(1)) << name;
+    EXPECT_EQ(checkpoints.load_latest(mixed.run.state)->step, 1) << name;
     EXPECT_TRUE(mixed.is(1)) << name;
     barrier(world);
   }
   checkpoints.save(mixed.run.state, 3);
-  EXPECT_THAT(checkpoints.files(), SizeIs(2));
+  EXPECT_THAT(checkpoints.checkpoints(), SizeIs(2));
   barrier(world);
 }
 
 TEST(DistributedCheckpoints, WhereOneRankCannotSaveNoneDoesAndTheNextSaveGoesWell) {
-  const SharedFolder folder;
+  const SharedFolder directory;
   const Ranks world = everyone();
   const int last = world->getSize() - 1;
   for (int victim = 0; victim <= last; ++victim) {
@@ -136,29 +137,29 @@ TEST(DistributedCheckpoints, WhereOneRankCannotSaveNoneDoesAndTheNextSaveGoesWel
     state.add("before", run.optimizer).add("fussy", fussy);
     AlikeShard other(4, world);
     state.add("behind", other.optimizer);
-    DistributedCheckpointManager checkpoints(folder.path(), world);
-    const std::size_t files = checkpoints.files().size();
+    DistributedCheckpointManager checkpoints(directory.path(), world);
+    const std::size_t files = checkpoints.checkpoints().size();
     barrier(world);
     fussy.refuses_saving = world->getRank() == victim;
     EXPECT_THAT(common_error_of(world, [&] { checkpoints.save(state, 1); }),
                 AllOf(HasSubstr("rank " + std::to_string(victim) + " of"), HasSubstr("\"fussy\""),
                       HasSubstr("I will not be saved")));
-    EXPECT_EQ(checkpoints.files().size(), files);
+    EXPECT_EQ(checkpoints.checkpoints().size(), files);
     barrier(world);
     fussy.refuses_saving = false;
     checkpoints.save(state, 1);
-    EXPECT_GE(checkpoints.files().size(), 1U);
+    EXPECT_GE(checkpoints.checkpoints().size(), 1U);
     barrier(world);
   }
 }
 
 /// Which is found before a ShardedOptimizer waits for the rank that has them.
 TEST(DistributedCheckpoints, AveragesInTheWeightsOfOneRankAreToldToAll) {
-  const SharedFolder folder;
+  const SharedFolder directory;
   const Ranks world = everyone();
   Mixed mixed(world);
   mezzo::Ema ema(mixed.run.net->parameters());
-  DistributedCheckpointManager checkpoints(folder.path(), world);
+  DistributedCheckpointManager checkpoints(directory.path(), world);
   checkpoints.save(mixed.run.state, 1);
   {
     std::optional<mezzo::EmaGuard> averages;
@@ -166,7 +167,7 @@ TEST(DistributedCheckpoints, AveragesInTheWeightsOfOneRankAreToldToAll) {
     const std::string who = "rank " + std::to_string(world->getSize() - 1) + " of";
     EXPECT_THAT(common_error_of(world, [&] { checkpoints.save(mixed.run.state, 2); }),
                 AllOf(HasSubstr(who), HasSubstr("an EmaGuard is alive")));
-    EXPECT_THAT(common_error_of(world, [&] { checkpoints.load_newest(mixed.run.state); }),
+    EXPECT_THAT(common_error_of(world, [&] { checkpoints.load_latest(mixed.run.state); }),
                 AllOf(HasSubstr(who), HasSubstr("an EmaGuard is alive")));
   }
   checkpoints.save(mixed.run.state, 2);
@@ -175,8 +176,8 @@ TEST(DistributedCheckpoints, AveragesInTheWeightsOfOneRankAreToldToAll) {
 TEST(DistributedCheckpoints, RanksThatDifferAreNamedWithWhatTheyHave) {
   const Ranks world = everyone();
   if (world->getSize() == 1) return;
-  const SharedFolder folder;
-  DistributedCheckpointManager checkpoints(folder.path(), world);
+  const SharedFolder directory;
+  DistributedCheckpointManager checkpoints(directory.path(), world);
   const bool is_last = world->getRank() == world->getSize() - 1;
   const std::string who = "rank " + std::to_string(world->getSize() - 1) + " has ";
   Own own(world);
@@ -191,9 +192,9 @@ TEST(DistributedCheckpoints, RanksThatDifferAreNamedWithWhatTheyHave) {
   const TrainingState empty;
   EXPECT_THAT(common_error_of(world, [&] { checkpoints.save(is_last ? empty : own.state, 3); }),
               HasSubstr("the state is empty"));
-  EXPECT_THAT(common_error_of(world, [&] { checkpoints.load_newest(is_last ? empty : own.state); }),
+  EXPECT_THAT(common_error_of(world, [&] { checkpoints.load_latest(is_last ? empty : own.state); }),
               HasSubstr("the state is empty"));
-  EXPECT_THAT(checkpoints.files(), IsEmpty());
+  EXPECT_THAT(checkpoints.checkpoints(), IsEmpty());
   EXPECT_THAT(common_error_of(world, [&] { checkpoints.save(own.state, -1); }),
               HasSubstr("rank 0 of " + std::to_string(world->getSize()) +
                         ": CheckpointManager::save: step is -1"));
@@ -202,8 +203,8 @@ TEST(DistributedCheckpoints, RanksThatDifferAreNamedWithWhatTheyHave) {
 TEST(DistributedCheckpoints, ARankWithOtherBitsOfAWeightIsNamedOnAllAndNothingIsSaved) {
   const Ranks world = everyone();
   if (world->getSize() == 1) return;
-  const SharedFolder folder;
-  DistributedCheckpointManager checkpoints(folder.path(), world);
+  const SharedFolder directory;
+  DistributedCheckpointManager checkpoints(directory.path(), world);
   AlikeShard run(3, world);
   const bool is_last = world->getRank() == world->getSize() - 1;
   {
@@ -213,7 +214,7 @@ TEST(DistributedCheckpoints, ARankWithOtherBitsOfAWeightIsNamedOnAllAndNothingIs
   EXPECT_THAT(common_error_of(world, [&] { checkpoints.save(run.state, 1); }),
               HasSubstr("rank " + std::to_string(world->getSize() - 1) +
                         " has \"model.0.bias: Float [17], bits with the CRC-32C"));
-  EXPECT_THAT(checkpoints.files(), IsEmpty());
+  EXPECT_THAT(checkpoints.checkpoints(), IsEmpty());
 }
 
 }  // namespace

@@ -41,12 +41,12 @@ struct Outcome {
 
 /// Runs to the end, and kills a rank in each of the first `kills` attempts, within a step after its
 /// fifth.
-Outcome run(const std::string& launcher, const std::string& way, const TempDir& folder, int steps,
-            int kills) {
+Outcome run(const std::string& launcher, const std::string& way, const TempDir& directory,
+            int steps, int kills) {
   const std::string command = "exec env OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo " +
                               (MEZZO_TORCHRUN + (' ' + launcher)) + " --nproc-per-node " +
                               std::to_string(kRanks) + " --max-restarts 99 --no-python " +
-                              MEZZO_KILLED_PROGRAM + ' ' + way + ' ' + folder.path().string() +
+                              MEZZO_KILLED_PROGRAM + ' ' + way + ' ' + directory.path().string() +
                               ' ' + std::to_string(steps) + " 2>&1";
   std::mt19937 random(7);  // NOLINT: the same each time
   Outcome outcome;
@@ -102,12 +102,12 @@ TEST_P(TorchrunKills, AtRandomMomentsAreRecoveredFromWithTheBitsOfAnUndisturbedR
                            std::to_string(free_port())
                      : std::string("--standalone");
   };
-  const TempDir undisturbed_folder, folder;
+  const TempDir undisturbed_folder, directory;
   const Outcome undisturbed = run(launcher(), way, undisturbed_folder, steps, 0);
   ASSERT_EQ(undisturbed.status, 0) << undisturbed.printed;
   ASSERT_EQ(undisturbed.digests.size(), 4U);
   EXPECT_THAT(undisturbed.printed, testing::Not(testing::HasSubstr("ailed to bind")));
-  const Outcome outcome = run(launcher(), way, folder, steps, kills);
+  const Outcome outcome = run(launcher(), way, directory, steps, kills);
   SCOPED_TRACE(outcome.printed);
   EXPECT_EQ(outcome.status, 0);
   EXPECT_EQ(outcome.kills, kills);

@@ -40,15 +40,15 @@ struct Run {
     schedule.step();  // the rates that a file shows are those of its step
     state.add("model", model).add("optimizer", optimizer).add("schedule", schedule);
     state.add("scaler", scaler).add("epoch", epoch).add("best", best).add("note", note);
-    state.add("order", order).add("kept", kept).with_random_state();
+    state.add("order", order).add("kept", kept).add_rng_state();
   }
 };
 
 std::string bytes_of(Run& run, const std::filesystem::path& folder) {
   mezzo::CheckpointManager checkpoints(folder, {.keep = 1});
   const auto saved = checkpoints.save(run.state, 7);
-  std::string bytes = test_support::read_file(saved.file);
-  std::filesystem::remove(saved.file);
+  std::string bytes = test_support::read_file(saved.path);
+  std::filesystem::remove(saved.path);
   return bytes;
 }
 

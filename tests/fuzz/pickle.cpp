@@ -1,5 +1,5 @@
 #include <mezzo/checkpoint/checkpoint.h>
-#include <mezzo/checkpoint/detail/archive_value.h>
+#include <mezzo/checkpoint/detail/archive_conversion.h>
 #include <mezzo/checkpoint/detail/checkpoint_file.h>
 #include <mezzo/checkpoint/detail/state_file.h>
 #include <mezzo/optim/adamw.h>
@@ -423,7 +423,7 @@ void append_bits(std::string& all, const c10::IValue& value) {
 
 std::string bits_of(const Training& run) {
   std::string all;
-  append_bits(all, mezzo::detail::values_of(run.state.parts()));
+  append_bits(all, mezzo::detail::collect_values(run.state.entries()));
   return all;
 }
 
@@ -478,8 +478,8 @@ void pickle(std::string_view decisions) {
   try {
     if (second % 8 == 7) {  // the optimizer's own load, without the checks of a checkpoint
       const auto read = mezzo::detail::read_checkpoint(path);
-      auto archive =
-          mezzo::detail::archive_of(mezzo::detail::archive_form(read.values.at("optimizer")));
+      auto archive = mezzo::detail::dict_to_archive(
+          mezzo::detail::to_archive_dict(read.values.at("optimizer")));
       if (run.masters) {
         run.masters->load(archive);
       } else {
@@ -489,7 +489,7 @@ void pickle(std::string_view decisions) {
       mezzo::load_checkpoint(path, run.state);
     }
     is_loaded = true;
-  } catch (const mezzo::detail::UnusableCheckpoint&) {  // of read_checkpoint
+  } catch (const mezzo::detail::InvalidCheckpointError&) {  // of read_checkpoint
   } catch (const c10::Error&) {
   } catch (const std::out_of_range&) {  // of `values.at`
   }

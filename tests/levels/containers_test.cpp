@@ -163,12 +163,12 @@ TEST(Containers, ComeBackFromCheckpointsWrappedOrNot) {
   }
   mezzo::CheckpointManager checkpoints(temp_dir.path());
   checkpoints.save(mezzo::TrainingState().add("model", wrapped), 1);
-  checkpoints.load_newest(mezzo::TrainingState().add("model", loaded));
+  checkpoints.load_latest(mezzo::TrainingState().add("model", loaded));
   expect_same_parameters(saved, loaded);
   saved->list->push_back(torch::nn::Linear(1, 1));
   checkpoints.save(mezzo::TrainingState().add("model", saved), 2);
   EXPECT_THAT(
-      message_of([&] { checkpoints.load_newest(mezzo::TrainingState().add("model", loaded)); }),
+      message_of([&] { checkpoints.load_latest(mezzo::TrainingState().add("model", loaded)); }),
       HasSubstr("the file has \"list.3.bias\", which is not here"));
 }
 

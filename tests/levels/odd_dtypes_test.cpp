@@ -132,7 +132,7 @@ TEST_P(OddDtypes, ComeBackFromCheckpoints) {
   for (const Tensor& odd : {loaded->odd_parameter, loaded->odd_buffer}) {
     odd.is_quantized() ? (void)odd.copy_(at::zeros({4, 4})) : (void)odd.zero_();
   }
-  checkpoints.load_newest(mezzo::TrainingState().add("model", loaded));
+  checkpoints.load_latest(mezzo::TrainingState().add("model", loaded));
   for (const Tensor& odd : {loaded->odd_parameter, loaded->odd_buffer}) {
     EXPECT_TRUE(torch::equal(values_of(odd), values_));
   }

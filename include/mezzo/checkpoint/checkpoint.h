@@ -16,8 +16,8 @@
 #pragma once
 
 #include <mezzo/base/version.h>
-#include <mezzo/checkpoint/detail/checkpoint_folder.h>
-#include <mezzo/checkpoint/detail/part_of.h>
+#include <mezzo/checkpoint/detail/checkpoint_directory.h>
+#include <mezzo/checkpoint/detail/stateful.h>
 
 #include <cstdint>
 #include <filesystem>
@@ -36,7 +36,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 /// \code
 ///   mezzo::TrainingState state;
 ///   state.add("model", model).add("optimizer", optimizer).add("scaler", scaler);
-///   state.add("schedule", schedule).add("epoch", epoch).with_random_state();
+///   state.add("schedule", schedule).add("epoch", epoch).add_rng_state();
 /// \endcode
 ///
 /// Objects are loaded in the order in which they were added, but objects that go through torch's
@@ -63,7 +63,7 @@ class TrainingState {
   template <class T>  // moved on, which clang-tidy does not see in a template
   // NOLINTNEXTLINE(performance-unnecessary-value-param)
   TrainingState& add(std::string name, T& object) {
-    return add_part(std::move(name), detail::part_of(object), /*is_per_rank=*/false);
+    return add_entry(std::move(name), detail::make_stateful(object), /*is_per_rank=*/false);
   }
 
   /// Adds an object of any other type by two callables:
@@ -77,8 +77,9 @@ class TrainingState {
   template <class Save, class Load>
   // NOLINTNEXTLINE(performance-unnecessary-value-param)
   TrainingState& add(std::string name, Save save, Load load) {
-    return add_part(std::move(name), detail::part_of_callables(std::move(save), std::move(load)),
-                    /*is_per_rank=*/false);
+    return add_entry(std::move(name),
+                     detail::make_stateful_from_callables(std::move(save), std::move(load)),
+                     /*is_per_rank=*/false);
   }
 
   /// Adds an object whose value differs between ranks, such as a
@@ -88,32 +89,32 @@ class TrainingState {
   template <class T>
   // NOLINTNEXTLINE(performance-unnecessary-value-param)
   TrainingState& add_per_rank(std::string name, T& object) {
-    return add_part(std::move(name), detail::part_of(object), /*is_per_rank=*/true);
+    return add_entry(std::move(name), detail::make_stateful(object), /*is_per_rank=*/true);
   }
 
   /// Adds the default generators of the CPU and of each CUDA device, for each rank, under the name
-  /// "random_state". Initialises CUDA if there is a device. If the number of CUDA devices has
+  /// "rng_state". Initialises CUDA if there is a device. If the number of CUDA devices has
   /// changed, loading warns and sets the generators of the devices that are present.
-  TrainingState& with_random_state();
+  TrainingState& add_rng_state();
 
   /// Returns the objects, for those who save and load.
-  const std::vector<detail::NamedPart>& parts() const noexcept { return parts_; }
+  const std::vector<detail::CheckpointEntry>& entries() const noexcept { return entries_; }
 
  private:
-  TrainingState& add_part(std::string name, detail::CheckpointPart part, bool is_per_rank);
+  TrainingState& add_entry(std::string name, detail::Stateful stateful, bool is_per_rank);
 
-  std::vector<detail::NamedPart> parts_;
+  std::vector<detail::CheckpointEntry> entries_;
 };
 
 /// A file that `save` wrote.
 struct SavedCheckpoint {
-  std::filesystem::path file;  ///< with its folder
-  std::uint64_t bytes = 0;     ///< size of the file
+  std::filesystem::path path;    ///< with its directory
+  std::uint64_t size_bytes = 0;  ///< size of the file
 };
 
 /// A file that was loaded.
 struct LoadedCheckpoint {
-  std::filesystem::path file;  ///< with its folder
+  std::filesystem::path path;  ///< with its directory
   std::int64_t step = 0;       ///< as it was given to `save`
 };
 
@@ -121,27 +122,27 @@ struct LoadedCheckpoint {
 struct LoadOptions {
   /// Whether the file may hold objects that the state does not name, which are then ignored: for
   /// loading the model alone.
-  bool subset = false;
+  bool ignore_unexpected = false;
 };
 
-/// Options for a folder of checkpoints.
+/// Options for a directory of checkpoints.
 struct CheckpointManagerOptions {
-  /// The number of newest files to keep; at least 1. With two or more, a damaged file has a
-  /// predecessor to fall back to. Files that were found damaged do not count. There is one more
+  /// The number of newest files to keep; at least 1. With two or more, a corrupt file has a
+  /// predecessor to fall back to. Files that were found corrupt do not count. There is one more
   /// file while a new one is written.
-  std::int64_t keep = 2;
-  /// Called with a message for each damaged file, and for each failure of the system after a file
+  std::int64_t max_to_keep = 2;
+  /// Called with a message for each corrupt file, and for each failure of the system after a file
   /// was in place: an old file that cannot be removed, and, once, a file that cannot be closed or a
-  /// folder that cannot be flushed, so that the file may not survive a crash of the machine. By
+  /// directory that cannot be flushed, so that the file may not survive a crash of the machine. By
   /// default the messages are libtorch warnings (TORCH_WARN).
   std::function<void(const std::string&)> on_warning = nullptr;
 };
 
-/// A folder of checkpoints of one training run.
+/// A directory of checkpoints of one training run.
 ///
 /// \code
-///   mezzo::CheckpointManager checkpoints("runs/ner", {.keep = 2});
-///   if (auto resumed = checkpoints.load_newest(state)) step = resumed->step;
+///   mezzo::CheckpointManager checkpoints("runs/ner", {.max_to_keep = 2});
+///   if (auto resumed = checkpoints.load_latest(state)) step = resumed->step;
 ///   ...
 ///   if (step % 1000 == 0) checkpoints.save(state, step);
 /// \endcode
@@ -149,29 +150,29 @@ struct CheckpointManagerOptions {
 /// Files are named "checkpoint-000012-step-3400.pt": the twelfth that was saved. The newest file is
 /// the one that was saved last, whatever its step.
 ///
-/// A folder has one writer. The first `save` takes a lock, which the destructor or the end of the
-/// process releases, whether or not forked children live on. If the folder or its lock was removed,
-/// the next `save` makes them anew. A relative folder is found from the working directory at
-/// construction. With several processes let one save, or use DistributedCheckpointManager.
-/// Reading takes no lock; any process may read. One thread at a time. Save at the end of an
-/// iteration, after `scaler.update()`.
+/// A directory has one writer. The first `save` takes a lock, which the destructor or the end of
+/// the process releases, whether or not forked children live on. If the directory or its lock was
+/// removed, the next `save` makes them anew. A relative directory is found from the working
+/// directory at construction. With several processes let one save, or use
+/// DistributedCheckpointManager. Reading takes no lock; any process may read. One thread at a time.
+/// Save at the end of an iteration, after `scaler.update()`.
 class CheckpointManager {
  public:
-  /// Writes nothing; `save` creates the folder. Warns if another process is saving to it.
-  /// \throws c10::Error unless keep is at least 1
-  explicit CheckpointManager(const std::filesystem::path& folder,
+  /// Writes nothing; `save` creates the directory. Warns if another process is saving to it.
+  /// \throws c10::Error unless max_to_keep is at least 1
+  explicit CheckpointManager(const std::filesystem::path& directory,
                              CheckpointManagerOptions options = {});
 
   /// Writes a temporary file with a CRC-32C of its bytes, flushes it to the disk, renames it,
-  /// flushes the folder, and removes files beyond `keep`. Waits for the devices, and needs host
-  /// memory for a copy of one device tensor at a time.
+  /// flushes the directory, and removes files beyond `max_to_keep`. Waits for the devices, and
+  /// needs host memory for a copy of one device tensor at a time.
   /// \throws c10::Error if an object cannot be saved (sparse buffers, which could not be loaded
   ///   again; parameters that hold averages, see EmaGuard), if the system refuses (a full disk), or
   ///   if another process saves here. Existing files are then untouched
   SavedCheckpoint save(const TrainingState& state, std::int64_t step);
 
   /// Loads the newest intact file, and returns its path and step. Returns none if there are no
-  /// checkpoints. Skips a file that is damaged, cannot be opened or is not a checkpoint, with a
+  /// checkpoints. Skips a file that is corrupt, cannot be opened or is not a checkpoint, with a
   /// warning that names it and the reason.
   ///
   /// Everything is checked before the first object changes. If an object itself then refuses its
@@ -181,43 +182,43 @@ class CheckpointManager {
   ///   name or kind, a module's parameter, or an optimizer's class, weight storage or parameter
   ///   (shape; name, if the state has the model) differs from the file's, naming it. mezzo's and
   ///   libtorch's optimizers of the same name accept each other's state
-  std::optional<LoadedCheckpoint> load_newest(const TrainingState& state,
+  std::optional<LoadedCheckpoint> load_latest(const TrainingState& state,
                                               const LoadOptions& options = {});
 
   /// Loads the file of this step; if there are several, the one that was saved last.
-  /// \throws c10::Error as `load_newest` does, if the file is damaged, and if there is no file of
+  /// \throws c10::Error as `load_latest` does, if the file is corrupt, and if there is no file of
   ///   this step (naming the steps that exist)
   LoadedCheckpoint load(const TrainingState& state, std::int64_t step,
                         const LoadOptions& options = {});
 
-  /// Returns all checkpoints, damaged ones too, the newest first.
-  std::vector<std::filesystem::path> files() const;
+  /// Returns all checkpoints, corrupt ones too, the newest first.
+  std::vector<std::filesystem::path> checkpoints() const;
 
  private:
-  SavedCheckpoint write(const c10::IValue& document, std::int64_t step);
-  void pass_over(const std::filesystem::path& file, const std::string& words);
+  SavedCheckpoint write(const c10::IValue& root_dict, std::int64_t step);
+  void skip_corrupt(const std::filesystem::path& file, const std::string& words);
   void warn(const std::string& text) const;
 
   friend class DistributedCheckpointManager;
 
-  std::filesystem::path folder_;
+  std::filesystem::path directory_;
   CheckpointManagerOptions options_;
-  detail::FolderLock lock_;
-  bool told_nonfinite_ = false;
-  bool told_no_locks_ = false;
-  bool told_not_durable_ = false;
-  std::set<std::filesystem::path> damaged_;
+  detail::DirectoryLock lock_;
+  bool warned_nonfinite_ = false;
+  bool warned_no_locks_ = false;
+  bool warned_not_durable_ = false;
+  std::set<std::filesystem::path> corrupt_;
 };
 
 /// Saves to one file of your choice, which replaces an existing file atomically, as
 /// CheckpointManager does. Follows links, and keeps an existing file's mode. Takes no lock: of
 /// several writers at a time, the last one's file stays.
-/// \throws c10::Error as CheckpointManager::save, and if the path is a folder, a pipe or a device
+/// \throws c10::Error as CheckpointManager::save, and if the path is a directory, a pipe or a device
 SavedCheckpoint save_checkpoint(const std::filesystem::path& file, const TrainingState& state,
                                 std::int64_t step = 0);
 
-/// Loads one file of your choice. \throws c10::Error as `load_newest` does, and if the file is
-/// damaged
+/// Loads one file of your choice. \throws c10::Error as `load_latest` does, and if the file is
+/// corrupt
 LoadedCheckpoint load_checkpoint(const std::filesystem::path& file, const TrainingState& state,
                                  const LoadOptions& options = {});
 
@@ -250,11 +251,11 @@ void load_state_dict(const std::filesystem::path& file, M& model) {
   static_assert(detail::ModelHandle<M> || detail::ModuleVariable<M>,
                 "mezzo::load_state_dict: give a module, a holder or a std::shared_ptr to one; "
                 "load_checkpoint loads other objects");
-  load_checkpoint(file, TrainingState().add("model", model), {.subset = true});
+  load_checkpoint(file, TrainingState().add("model", model), {.ignore_unexpected = true});
 }
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
 #ifndef MEZZO_COMPILED_LIB
-#include <mezzo/checkpoint/detail/checkpoint_impl.h>  // IWYU pragma: export
+#include <mezzo/checkpoint/detail/checkpoint_inl.h>  // IWYU pragma: export
 #endif

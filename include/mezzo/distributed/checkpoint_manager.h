@@ -32,10 +32,10 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 /// \code
 ///   mezzo::TrainingState state;
 ///   state.add("model", model).add("optimizer", optimizer).add("scaler", scaler);
-///   state.add("epoch", epoch).with_random_state();           // dropout's generators, of each rank
+///   state.add("epoch", epoch).add_rng_state();           // dropout's generators, of each rank
 ///
 ///   mezzo::DistributedCheckpointManager checkpoints("runs/ner", world);
-///   if (auto resumed = checkpoints.load_newest(state)) step = resumed->step;
+///   if (auto resumed = checkpoints.load_latest(state)) step = resumed->step;
 ///   ...
 ///   if (step % 1000 == 0) checkpoints.save(state, step);     // on all ranks
 /// \endcode
@@ -44,21 +44,21 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 /// wait for one another. If one rank throws, all throw its message, which names the rank. The file
 /// is the one that a single process would write: objects that all ranks share are rank 0's, and a
 /// ShardedOptimizer is gathered. Objects that each rank has of its own (`add_per_rank`,
-/// `with_random_state`) go to the same file.
+/// `add_rng_state`) go to the same file.
 ///
-/// All ranks must see the folder. Rank 0 writes while the others wait, and holds the lock. A kill
-/// at any moment leaves the last file whole. docs/checkpoints.md ("Many processes") says what
+/// All ranks must see the directory. Rank 0 writes while the others wait, and holds the lock. A
+/// kill at any moment leaves the last file whole. docs/checkpoints.md ("Many processes") says what
 /// another number of ranks can load.
 class DistributedCheckpointManager {
  public:
   /// Reads and writes nothing yet.
-  /// \throws c10::Error if `group` is null, or unless keep is at least 1
-  DistributedCheckpointManager(const std::filesystem::path& folder,
+  /// \throws c10::Error if `group` is null, or unless max_to_keep is at least 1
+  DistributedCheckpointManager(const std::filesystem::path& directory,
                                c10::intrusive_ptr<c10d::Backend> group,
                                CheckpointManagerOptions options = {})
-      : folder_(std::filesystem::absolute(folder.empty() ? "." : folder)),
+      : directory_(std::filesystem::absolute(directory.empty() ? "." : directory)),
         group_(detail::checked(std::move(group), "DistributedCheckpointManager")),
-        files_(folder_, std::move(options)) {}
+        manager_(directory_, std::move(options)) {}
 
   /// Does what CheckpointManager::save does. All ranks return when the file is in its place. The
   /// ranks compare names, steps and the bits of all models' parameters before anything is
@@ -69,14 +69,14 @@ class DistributedCheckpointManager {
   SavedCheckpoint save(const TrainingState& state, std::int64_t step) {
     constexpr const char* kCaller = "DistributedCheckpointManager::save";
     check_states(kCaller, state, "step " + std::to_string(step), /*with_parameters=*/true);
-    const auto& parts = state.parts();
-    const detail::ParameterNames names = detail::parameter_names(parts);
+    const auto& entries = state.entries();
+    const detail::ParameterFqns names = detail::get_parameter_fqns(entries);
     // All ranks save all objects, for some of them gather: also after one that throws.
-    detail::PythonDict values = detail::python_dict(), own = detail::python_dict();
+    detail::PythonDict values = detail::make_dict(), own = detail::make_dict();
     std::string failure;
-    for (const detail::NamedPart& one : parts) {
+    for (const detail::CheckpointEntry& one : entries) {
       c10::IValue value;
-      const std::string words = detail::failure_of([&] { value = one.part.save(names); });
+      const std::string words = detail::failure_of([&] { value = one.stateful.save(names); });
       if (failure.empty() && !words.empty()) failure = '"' + one.name + "\": " + words;
       values.insert(one.name, value);
       if (one.is_per_rank) own.insert(one.name, value);
@@ -86,73 +86,75 @@ class DistributedCheckpointManager {
     detail::throw_together(group_, kCaller, failure.empty() ? words : failure);
     const auto of_ranks = detail::gather_texts(group_, {bytes.begin(), bytes.end()});
     const std::string outcome = detail::from_rank_0(group_, kCaller, [&] {
-      detail::check_can_be_saved("CheckpointManager::save", parts, step);
-      detail::PythonDict ranks = detail::python_dict();  // a list of values by name
+      detail::check_saveable("CheckpointManager::save", entries, step);
+      detail::PythonDict ranks = detail::make_dict();  // a list of values by name
       for (const std::string& text : of_ranks) {
         for (const auto& entry :
              torch::jit::pickle_load({text.begin(), text.end()}).toGenericDict()) {
-          if (!ranks.contains(entry.key())) ranks.insert(entry.key(), detail::python_list());
+          if (!ranks.contains(entry.key())) ranks.insert(entry.key(), detail::make_list());
           ranks.at(entry.key()).toList().push_back(entry.value());
         }
       }
       const bool has_ranks = of_ranks.size() > 1 && !ranks.empty();
-      const SavedCheckpoint written = files_.write(
-          detail::document_of(values, step, has_ranks ? c10::IValue(ranks) : c10::IValue()), step);
-      return std::to_string(written.bytes) + ' ' + written.file.filename().string();
+      const SavedCheckpoint written = manager_.write(
+          detail::make_root_dict(values, step, has_ranks ? c10::IValue(ranks) : c10::IValue()),
+          step);
+      return std::to_string(written.size_bytes) + ' ' + written.path.filename().string();
     });
-    return {folder_ / outcome.substr(outcome.find(' ') + 1), std::stoull(outcome)};
+    return {directory_ / outcome.substr(outcome.find(' ') + 1), std::stoull(outcome)};
   }
 
-  /// Does what CheckpointManager::load_newest does, with the newest file that is whole for every
+  /// Does what CheckpointManager::load_latest does, with the newest file that is whole for every
   /// rank.
-  /// \throws c10::Error, on all ranks, as CheckpointManager::load_newest does on one of them. Where
+  /// \throws c10::Error, on all ranks, as CheckpointManager::load_latest does on one of them. Where
   ///   a rank fails after the file was read and compared, other ranks may have loaded it: end the
   ///   job
-  std::optional<LoadedCheckpoint> load_newest(const TrainingState& state,
+  std::optional<LoadedCheckpoint> load_latest(const TrainingState& state,
                                               const LoadOptions& options = {}) {
-    constexpr const char* kCaller = "DistributedCheckpointManager::load_newest";
-    check_states(kCaller, state, options.subset ? "a subset" : "the whole state",
+    constexpr const char* kCaller = "DistributedCheckpointManager::load_latest";
+    check_states(kCaller, state, options.ignore_unexpected ? "a subset" : "the whole state",
                  /*with_parameters=*/false);
     std::istringstream names(detail::from_rank_0(group_, kCaller, [this] {
       std::string all;  // the newest first, a line each
-      for (const auto& file : files_.files()) all += file.filename().string() + '\n';
+      for (const auto& file : manager_.checkpoints()) all += file.filename().string() + '\n';
       return all;
     }));
-    std::string damages;
+    std::string failures;
     for (std::string name; std::getline(names, name);) {
-      const std::filesystem::path file = folder_ / name;
-      detail::CheckedLoad checked;
-      std::string damage;
+      const std::filesystem::path file = directory_ / name;
+      detail::LoadPlan load_plan;
+      std::string failure;
       const std::string refusal = detail::failure_of([&] {
         try {
-          checked = detail::check_file(file, state.parts(), options.subset,
-                                       {group_->getRank(), group_->getSize()});
-        } catch (const detail::UnusableCheckpoint& unusable) {
-          damage = unusable.what() + std::string(" on rank ") + std::to_string(group_->getRank());
+          load_plan = detail::make_load_plan(file, state.entries(), options.ignore_unexpected,
+                                             {group_->getRank(), group_->getSize()});
+        } catch (const detail::InvalidCheckpointError& unusable) {
+          failure = unusable.what() + std::string(" on rank ") + std::to_string(group_->getRank());
         }
       });
       detail::throw_together(group_, kCaller, refusal);
-      bool is_damaged = false;
-      for (const std::string& of_rank : detail::gather_texts(group_, damage)) {
-        if (of_rank.empty() || std::exchange(is_damaged, true)) continue;
-        damages += "\n  " + name + ' ' + of_rank;
-        on_rank_0(kCaller, [&] { files_.pass_over(file, of_rank); });
+      bool is_corrupt = false;
+      for (const std::string& of_rank : detail::gather_texts(group_, failure)) {
+        if (of_rank.empty() || std::exchange(is_corrupt, true)) continue;
+        failures += "\n  " + name + ' ' + of_rank;
+        on_rank_0(kCaller, [&] { manager_.skip_corrupt(file, of_rank); });
       }
-      if (is_damaged) continue;
-      detail::throw_together(group_, kCaller, detail::failure_of([&] { detail::apply(checked); }));
+      if (is_corrupt) continue;
+      detail::throw_together(group_, kCaller,
+                             detail::failure_of([&] { detail::apply(load_plan); }));
       on_rank_0(kCaller, [&] {
-        for (const std::string& note : checked.notes) files_.warn(file.string() + ": " + note);
+        for (const std::string& note : load_plan.notes) manager_.warn(file.string() + ": " + note);
       });
-      return LoadedCheckpoint{checked.file, checked.step};
+      return LoadedCheckpoint{load_plan.path, load_plan.step};
     }
-    TORCH_CHECK(damages.empty(), kCaller, ": ", folder_.string(),
-                " has no checkpoint that is whole:", damages,
+    TORCH_CHECK(failures.empty(), kCaller, ": ", directory_.string(),
+                " has no checkpoint that is whole:", failures,
                 "\nMove them elsewhere to begin anew");
     return std::nullopt;
   }
 
   /// Returns the files that this rank sees, the newest first.
-  std::vector<std::filesystem::path> files() const { return files_.files(); }
+  std::vector<std::filesystem::path> checkpoints() const { return manager_.checkpoints(); }
 
  private:
   /// Calls `f`, which calls a callback of the user, on rank 0. If it throws, all ranks throw.
@@ -171,13 +173,13 @@ class DistributedCheckpointManager {
     lines << call << '\n';
     const std::string failure = detail::failure_of([&] {
       detail::check_not_averaged();
-      TORCH_CHECK(!state.parts().empty(),
+      TORCH_CHECK(!state.entries().empty(),
                   "the state is empty; add what training goes on from, as in "
                   "state.add(\"model\", model)");
-      for (const auto& [name, part, is_per_rank] : state.parts()) {
+      for (const auto& [name, stateful, is_per_rank] : state.entries()) {
         lines << name << (is_per_rank ? " of each rank\n" : "\n");
-        if (!part.parameters) continue;
-        for (const auto& [parameter, tensor] : part.parameters()) {
+        if (!stateful.parameters) continue;
+        for (const auto& [parameter, tensor] : stateful.parameters()) {
           lines << name << '.' << parameter << ": " << tensor.scalar_type() << ' '
                 << tensor.sizes();
           if (with_parameters) {
@@ -195,9 +197,9 @@ class DistributedCheckpointManager {
                         "add_per_rank");
   }
 
-  std::filesystem::path folder_;
+  std::filesystem::path directory_;
   c10::intrusive_ptr<c10d::Backend> group_;
-  CheckpointManager files_;
+  CheckpointManager manager_;
 };
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

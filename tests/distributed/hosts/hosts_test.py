@@ -11,8 +11,8 @@ TIMEOUT = 30   # seconds of a collective, as in killed_program.cpp
 ENOUGH = 120    # for whatever is expected to happen
 
 
-def job(hosts, way, folder, steps, ranks_a_host=2):
-    return hosts.start([PROGRAM, way, folder, str(steps)], ranks_a_host)
+def job(hosts, way, directory, steps, ranks_a_host=2):
+    return hosts.start([PROGRAM, way, directory, str(steps)], ranks_a_host)
 
 
 def digests(ranks):
@@ -25,8 +25,8 @@ def digests(ranks):
 
 def undisturbed(way, steps):
     """All ranks on one host."""
-    with Hosts(1) as host, tempfile.TemporaryDirectory() as folder:
-        return digests(job(host, way, folder, steps, ranks_a_host=4))
+    with Hosts(1) as host, tempfile.TemporaryDirectory() as directory:
+        return digests(job(host, way, directory, steps, ranks_a_host=4))
 
 
 class TwoHosts(unittest.TestCase):
@@ -34,21 +34,21 @@ class TwoHosts(unittest.TestCase):
         for way in ("ddp", "zero"):
             expected = undisturbed(way, steps=8)
             self.assertEqual(len({lines[0] for lines in expected}), 1)
-            with self.subTest(way), Hosts(2) as hosts, tempfile.TemporaryDirectory() as folder:
-                self.assertEqual(digests(job(hosts, way, folder, steps=8)), expected)
+            with self.subTest(way), Hosts(2) as hosts, tempfile.TemporaryDirectory() as directory:
+                self.assertEqual(digests(job(hosts, way, directory, steps=8)), expected)
 
     def test_behind_a_slow_cable_are_waited_for(self):
         expected = undisturbed("ddp", steps=8)
-        with Hosts(2, megabits=50) as hosts, tempfile.TemporaryDirectory() as folder:
-            ranks = job(hosts, "ddp", folder, steps=8)
+        with Hosts(2, megabits=50) as hosts, tempfile.TemporaryDirectory() as directory:
+            ranks = job(hosts, "ddp", directory, steps=8)
             self.assertEqual(digests(ranks), expected)
             self.assertNotIn("mezzo:", "".join(rank.text() for rank in ranks))
 
     def test_that_are_cut_off_end_all_ranks_and_one_host_goes_on(self):
         for way in ("ddp", "zero"):
-            with self.subTest(way), tempfile.TemporaryDirectory() as folder:
+            with self.subTest(way), tempfile.TemporaryDirectory() as directory:
                 with Hosts(2) as hosts:
-                    ranks = job(hosts, way, folder, steps=1_000_000)
+                    ranks = job(hosts, way, directory, steps=1_000_000)
                     ranks[0].wait_for("saved 6", ENOUGH)
                     hosts.unplug(1)
                     begin = time.monotonic()
@@ -59,7 +59,7 @@ class TwoHosts(unittest.TestCase):
                 self.assertNotIn(0, statuses, "\n".join(rank.text() for rank in ranks))
                 expected = undisturbed(way, steps=did + 3)
                 with Hosts(1) as host:
-                    ranks = job(host, way, folder, steps=did + 3, ranks_a_host=4)
+                    ranks = job(host, way, directory, steps=did + 3, ranks_a_host=4)
                     self.assertEqual(digests(ranks), expected)
                     self.assertGreaterEqual(int(ranks[0].wait_for("from ", ENOUGH).split()[1]), 6)
 

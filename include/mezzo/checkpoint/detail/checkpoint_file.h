@@ -2,9 +2,9 @@
 
 #include <mezzo/base/detail/crc32c.h>
 #include <mezzo/base/version.h>
-#include <mezzo/checkpoint/detail/checkpoint_folder.h>
-#include <mezzo/checkpoint/detail/part_of.h>
+#include <mezzo/checkpoint/detail/checkpoint_directory.h>
 #include <mezzo/checkpoint/detail/pickle_reader.h>
+#include <mezzo/checkpoint/detail/stateful.h>
 #include <mezzo/checkpoint/detail/zip_directory.h>
 
 #include <ATen/core/ivalue.h>
@@ -53,9 +53,9 @@ inline constexpr const char* kMezzoKey = "mezzo";
 
 /// Thrown for a file from which no checkpoint can be read. `what()` is the rest of a sentence that
 /// begins with the file's name.
-class UnusableCheckpoint : public std::runtime_error {
+class InvalidCheckpointError : public std::runtime_error {
  public:
-  UnusableCheckpoint(const std::string& words, const char* advice)
+  InvalidCheckpointError(const std::string& words, const char* advice)
       : std::runtime_error(words), advice_(advice) {}
   /// Returns what to do about a file that was named.
   const char* advice() const noexcept { return advice_; }
@@ -64,17 +64,18 @@ class UnusableCheckpoint : public std::runtime_error {
   const char* advice_;
 };
 
-[[noreturn]] inline void throw_damaged(const std::string& why) {
-  throw UnusableCheckpoint("is damaged (" + why + ")", "load the checkpoint before it");
+[[noreturn]] inline void throw_corrupt(const std::string& why) {
+  throw InvalidCheckpointError("is corrupt (" + why + ")", "load the checkpoint before it");
 }
-[[noreturn]] inline void throw_unopened(const std::string& why) {
-  throw UnusableCheckpoint("cannot be opened (" + why + ")",
-                           "name a checkpoint, or give its folder to a CheckpointManager");
+[[noreturn]] inline void throw_cannot_open(const std::string& why) {
+  throw InvalidCheckpointError("cannot be opened (" + why + ")",
+                               "name a checkpoint, or give its directory to a CheckpointManager");
 }
-[[noreturn]] inline void throw_foreign(const std::string& why) {
-  throw UnusableCheckpoint("is not a checkpoint (" + why + ")",
-                           "read a file by torch::save in C++ with torch::load(model, path), and "
-                           "let Python save a state_dict()");
+[[noreturn]] inline void throw_not_a_checkpoint(const std::string& why) {
+  throw InvalidCheckpointError(
+      "is not a checkpoint (" + why + ")",
+      "read a file by torch::save in C++ with torch::load(model, path), and "
+      "let Python save a state_dict()");
 }
 
 // --- Writing -----------------------------------------------------------------------------------
@@ -84,13 +85,13 @@ class UnusableCheckpoint : public std::runtime_error {
 /// No exception may pass through libtorch's zip code: its destructor would go on writing after one,
 /// and a second exception would end the process. The error of a failed write is therefore kept,
 /// later writes are dropped, and the error is thrown after libtorch has returned.
-inline void write_zip(AtomicFile& file, const c10::IValue& document) {
+inline void write_zip(AtomicFile& file, const c10::IValue& root_dict) {
   std::string pickle;  // without tags, which torch.load(weights_only=True) refuses
   torch::jit::Pickler pickler(
       [&pickle](const char* bytes, std::size_t size) { pickle.append(bytes, size); }, nullptr,
       nullptr, nullptr, nullptr, /*tag_aggregates=*/false);
   pickler.protocol();
-  pickler.pushIValue(document);
+  pickler.pushIValue(root_dict);
   pickler.stop();
   std::exception_ptr failure;
   bool is_ending = false;
@@ -133,16 +134,16 @@ class MappedFile {
  public:
   /// Checks the CRC of a file that has one.
   explicit MappedFile(const std::filesystem::path& path) : file_(path, OpenMode::read) {
-    if (!file_.is_open()) throw_unopened(errno_message(errno));
+    if (!file_.is_open()) throw_cannot_open(errno_message(errno));
     std::error_code error;
     const bool is_regular = std::filesystem::is_regular_file(path, error);
-    if (!is_regular) throw_unopened(error ? error.message() : "it is not a regular file");
+    if (!is_regular) throw_cannot_open(error ? error.message() : "it is not a regular file");
     size_ = static_cast<std::size_t>(std::filesystem::file_size(path, error));
-    if (error) throw_unopened(error.message());
+    if (error) throw_cannot_open(error.message());
     check_comment();
-    if (size_ == 0) throw_damaged("it has 0 bytes");
+    if (size_ == 0) throw_corrupt("it has 0 bytes");
     memory_ = mmap_copy_on_write(file_, size_);
-    if (memory_ == nullptr) throw_unopened(errno_message(errno));
+    if (memory_ == nullptr) throw_cannot_open(errno_message(errno));
   }
   ~MappedFile() {
     if (memory_ != nullptr) unmap(memory_, size_);
@@ -163,14 +164,14 @@ class MappedFile {
     while (count > 0) {
       const std::ptrdiff_t got = file_.read(bytes, count, offset);
       if (got < 0 && errno == EINTR) continue;
-      if (got < 0) throw_damaged("it cannot be read: " + errno_message(errno));
-      if (got == 0) throw_damaged("it became shorter while it was read");
+      if (got < 0) throw_corrupt("it cannot be read: " + errno_message(errno));
+      if (got == 0) throw_corrupt("it became shorter while it was read");
       bytes += got, offset += static_cast<std::uint64_t>(got);
       count -= static_cast<std::size_t>(got);
     }
   }
 
-  /// Reads the comment, and checks the CRC. A damaged checkpoint still begins as a zip file, or
+  /// Reads the comment, and checks the CRC. A corrupt checkpoint still begins as a zip file, or
   /// ends with mezzo's comment. The zips of torch.save have no comment: their last record, of 22
   /// bytes, is the end of the file. In a checkpoint that has lost its last bytes, that record still
   /// holds the length of the comment.
@@ -183,15 +184,15 @@ class MappedFile {
     const std::size_t comment = tail.rfind(kCommentBegin);
     const bool is_zip = begin == "PK\x03\x04";
     if (comment == std::string::npos) {
-      if (!is_zip && size_ >= 4) throw_foreign("it is not a zip file");
+      if (!is_zip && size_ >= 4) throw_not_a_checkpoint("it is not a zip file");
       const std::string_view end =
           std::string_view(tail).substr(tail.size() - std::min(tail.size(), kEndOfZip));
       if (end.starts_with("PK\x05\x06") && end.ends_with(std::string_view("\0\0", 2))) return;
-      throw_damaged("it does not end as a checkpoint does");
+      throw_corrupt("it does not end as a checkpoint does");
     }
     check_crc();
     const std::size_t digits = comment + kCommentBegin.size(), end = tail.rfind(kCommentEnd);
-    if (end == std::string::npos || end < digits) throw_damaged("its comment is cut off");
+    if (end == std::string::npos || end < digits) throw_corrupt("its comment is cut off");
     format_ = tail.substr(digits, end - digits);
     comment_size_ = tail.size() - comment;
   }
@@ -209,7 +210,7 @@ class MappedFile {
     std::string digits(kCrcDigits, '\0');
     read_all(end, digits.data(), digits.size());
     if (digits != crc_to_hex(crc)) {
-      throw_damaged(
+      throw_corrupt(
           "its checksum does not fit its bytes, some of which are others than were written, or "
           "missing");
     }
@@ -222,18 +223,18 @@ class MappedFile {
 };
 
 /// What a file holds. Tensors are views of the file.
-struct ReadCheckpoint {
+struct CheckpointContents {
   std::int64_t step = 0;
-  PythonDict values = python_dict();  ///< by name
-  c10::IValue ranks{};                ///< by name, a list of values by rank; None for one process
-  bool is_training = false;           ///< false for Python's files and for bare state_dicts
+  PythonDict values = make_dict();  ///< by name
+  c10::IValue ranks{};              ///< by name, a list of values by rank; None for one process
+  bool is_training_state = false;   ///< false for Python's files and for bare state_dicts
 };
 
 /// Reads the values of a file; tensors refer to its memory, on the CPU.
 inline c10::IValue read_values(const std::shared_ptr<MappedFile>& file) {
   const ZipDirectory zip(file->bytes(), file->comment_size());
   if (zip.has("constants.pkl")) {
-    throw_foreign("torch::save wrote it, and torch::load reads it");
+    throw_not_a_checkpoint("torch::save wrote it, and torch::load reads it");
   }
   TORCH_CHECK(!zip.has("byteorder") || zip.at("byteorder") == "little",
               "its numbers begin with their highest byte; save it on a little-endian machine");
@@ -258,38 +259,40 @@ inline c10::IValue read_values(const std::shared_ptr<MappedFile>& file) {
     return storage->second = c10::Storage(c10::Storage::use_byte_size_t(), bytes.size(),
                                           std::move(memory), nullptr, /*resizable=*/false);
   };
-  constexpr std::uint64_t kMostMemory = 64, kSmall = 16 << 20;  // times the file's size, and bytes
-  return PickleReader(zip.at("data.pkl"), record, kMostMemory * file->size() + kSmall).read();
+  constexpr std::uint64_t kMemoryPerFileByte = 64,
+                          kSmall = 16 << 20;  // times the file's size, and bytes
+  return PickleReader(zip.at("data.pkl"), record, kMemoryPerFileByte * file->size() + kSmall)
+      .read();
 }
 
-/// \throws UnusableCheckpoint, or c10::Error for a file of a newer format
-inline ReadCheckpoint read_checkpoint(const std::filesystem::path& path) {
+/// \throws InvalidCheckpointError, or c10::Error for a file of a newer format
+inline CheckpointContents read_checkpoint(const std::filesystem::path& path) {
   const auto file = std::make_shared<MappedFile>(path);
   const std::string& format = file->format();
   TORCH_CHECK(format.empty() || format == kCheckpointFormat, path.string(),
               " is a checkpoint of format ", format, ", and this version of mezzo reads format ",
               kCheckpointFormat, ": update mezzo, or move the file elsewhere");
   try {
-    const c10::IValue document = read_values(file);
-    TORCH_CHECK(document.isGenericDict(), "it holds ", value_words(document),
+    const c10::IValue root_dict = read_values(file);
+    TORCH_CHECK(root_dict.isGenericDict(), "it holds ", describe_type(root_dict),
                 ", and should hold a dict of objects by name");
-    ReadCheckpoint read;
-    for (const auto& entry : document.toGenericDict()) {
-      TORCH_CHECK(entry.key().isString(), "it has a name that is ", value_words(entry.key()));
+    CheckpointContents read;
+    for (const auto& entry : root_dict.toGenericDict()) {
+      TORCH_CHECK(entry.key().isString(), "it has a name that is ", describe_type(entry.key()));
       read.values.insert(entry.key(), entry.value());
     }
-    const c10::IValue own = item(document, kMezzoKey);
-    read.is_training = !format.empty() && own.isGenericDict();
-    if (!read.is_training) return read;
+    const c10::IValue own = get_item(root_dict, kMezzoKey);
+    read.is_training_state = !format.empty() && own.isGenericDict();
+    if (!read.is_training_state) return read;
     (void)read.values.erase(kMezzoKey);
-    read.step = item(own, "step").toInt();
-    read.ranks = item(own, "ranks");
+    read.step = get_item(own, "step").toInt();
+    read.ranks = get_item(own, "ranks");
     return read;
-  } catch (const UnusableCheckpoint&) {
+  } catch (const InvalidCheckpointError&) {
     throw;
   } catch (...) {
-    if (format.empty()) throw_foreign(message_of_current_exception());
-    throw_damaged(message_of_current_exception());
+    if (format.empty()) throw_not_a_checkpoint(current_exception_message());
+    throw_corrupt(current_exception_message());
   }
 }
 

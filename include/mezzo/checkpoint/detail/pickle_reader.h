@@ -2,7 +2,7 @@
 
 #include <mezzo/base/detail/private_member.h>
 #include <mezzo/base/version.h>
-#include <mezzo/checkpoint/detail/part_of.h>
+#include <mezzo/checkpoint/detail/stateful.h>
 #include <mezzo/checkpoint/detail/zip_directory.h>
 
 #include <ATen/EmptyTensor.h>
@@ -38,10 +38,10 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-struct DictTable {
-  friend constexpr auto private_member(DictTable);
+struct DictImplMember {
+  friend constexpr auto private_member(DictImplMember);
 };
-template struct PrivateMember<DictTable, &c10::impl::GenericDict::impl_>;
+template struct PrivateMember<DictImplMember, &c10::impl::GenericDict::impl_>;
 
 /// Reads a pickle as torch.save and libtorch's Pickler write it: numbers, strings, tensors, and
 /// lists, tuples and dicts of them. Throws c10::Error for any other bytes:
@@ -57,18 +57,18 @@ template struct PrivateMember<DictTable, &c10::impl::GenericDict::impl_>;
 class PickleReader {
  public:
   /// Returns the memory of a tensor's bytes in the file, by their key.
-  using Record = std::function<c10::Storage(const std::string& key)>;
+  using ReadStorage = std::function<c10::Storage(const std::string& key)>;
 
   /// \param budget  the bytes that all values may take together
-  PickleReader(std::string_view pickle, Record record, std::uint64_t budget)
-      : rest_(pickle), record_(std::move(record)), budget_(budget) {}
+  PickleReader(std::string_view pickle, ReadStorage record, std::uint64_t budget)
+      : rest_(pickle), read_storage_(std::move(record)), budget_(budget) {}
 
   /// Returns the value. \throws c10::Error for bytes that are refused
   c10::IValue read() {
     for (;;) {
-      const char code = take(1)[0];
-      if (code == '.') return value_of(*pop());  // STOP
-      read_instruction(code);
+      const char opcode = read_bytes(1)[0];
+      if (opcode == '.') return to_ivalue(*pop());  // STOP
+      execute_opcode(opcode);
     }
   }
 
@@ -97,7 +97,7 @@ class PickleReader {
   };
   using ItemPtr = std::shared_ptr<Item>;
 
-  static constexpr int kMostDepth = 64;  // of nested containers
+  static constexpr int kMaxDepth = 64;  // of nested containers
   static constexpr std::uint64_t kScalarBytes = 64, kContainerBytes = 256, kTensorBytes = 512;
 
   void charge(std::uint64_t bytes) {
@@ -106,16 +106,18 @@ class PickleReader {
     budget_ -= bytes;
   }
 
-  std::string_view take(std::uint64_t count) {
+  std::string_view read_bytes(std::uint64_t count) {
     check_format(count <= rest_.size(), "its pickle is cut off");
     const std::string_view taken = rest_.substr(0, count);
     rest_.remove_prefix(count);
     return taken;
   }
-  std::uint64_t take_number(std::size_t size) { return number_at(take(size), 0, size); }
-  std::string_view take_line() {
-    const std::string_view line = take(std::min(rest_.find('\n'), rest_.size()));
-    take(1);
+  std::uint64_t read_uint(std::size_t size) {
+    return read_little_endian(read_bytes(size), 0, size);
+  }
+  std::string_view read_line() {
+    const std::string_view line = read_bytes(std::min(rest_.find('\n'), rest_.size()));
+    read_bytes(1);
     return line;
   }
 
@@ -145,11 +147,11 @@ class PickleReader {
   }
 
   /// Returns the IValue of an item.
-  static c10::IValue value_of(const Item& item) {
+  static c10::IValue to_ivalue(const Item& item) {
     if (item.kind == Kind::value) return item.value;
     check_format(item.kind == Kind::tuple, "it has a class or a storage in the place of a value");
     std::vector<c10::IValue> values;
-    for (const ItemPtr& element : item.elements) values.push_back(value_of(*element));
+    for (const ItemPtr& element : item.elements) values.push_back(to_ivalue(*element));
     return c10::ivalue::Tuple::create(std::move(values));
   }
 
@@ -160,15 +162,15 @@ class PickleReader {
     item.is_closed = true;
     container.bytes += item.bytes;
     container.depth = std::max(container.depth, item.depth + 1);
-    check_format(container.depth <= kMostDepth, "it has containers in one another, more than ",
-                 kMostDepth, " deep");
+    check_format(container.depth <= kMaxDepth, "it has containers in one another, more than ",
+                 kMaxDepth, " deep");
   }
 
   void append(Item& list, const std::vector<ItemPtr>& items) {
     check_format(list.kind == Kind::value && list.value.isList(), "it appends to what is no list");
     for (const ItemPtr& item : items) {
       enclose(list, *item);
-      list.value.toList().push_back(value_of(*item));
+      list.value.toList().push_back(to_ivalue(*item));
     }
   }
 
@@ -177,13 +179,13 @@ class PickleReader {
                  "it sets items of what is no dict");
     auto values = dict.value.toGenericDict();
     for (std::size_t i = 0; i < items.size(); i += 2) {
-      const c10::IValue key = value_of(*items[i]);
-      check_format(key.isString() || key.isInt(), "it has a name that is ", value_words(key));
+      const c10::IValue key = to_ivalue(*items[i]);
+      check_format(key.isString() || key.isInt(), "it has a name that is ", describe_type(key));
       enclose(dict, *items[i]);
       enclose(dict, *items[i + 1]);
-      values.insert_or_assign(key, value_of(*items[i + 1]));
+      values.insert_or_assign(key, to_ivalue(*items[i + 1]));
       // Keys whose hashes were made equal let the table grow without end.
-      const auto& table = (values.*private_member(DictTable()))->dict;
+      const auto& table = (values.*private_member(DictImplMember()))->dict;
       check_format(table.bucket_count() <= 64 * (table.size() + 4),
                    "it has a dict whose keys were chosen to fill memory");
     }
@@ -202,12 +204,12 @@ class PickleReader {
     make_tuple(std::move(items));
   }
 
-  void remember(std::uint64_t index) {
+  void memo_put(std::uint64_t index) {
     check_format(!stack_.empty(), "its pickle remembers a value where there is none");
     charge(kScalarBytes);
     memo_[index] = stack_.back();
   }
-  void recall(std::uint64_t index) {
+  void memo_get(std::uint64_t index) {
     const auto found = memo_.find(index);
     check_format(found != memo_.end(), "its pickle recalls what it has not remembered");
     charge(found->second->bytes);
@@ -215,21 +217,21 @@ class PickleReader {
     stack_.push_back(found->second);
   }
 
-  void read_instruction(char code) {
-    switch (code) {
+  void execute_opcode(char opcode) {
+    switch (opcode) {
       case '\x80':  // PROTO
-        take(1);
+        read_bytes(1);
         return;
       case '}':  // EMPTY_DICT
-        return push(python_dict(), kContainerBytes);
+        return push(make_dict(), kContainerBytes);
       case ']':  // EMPTY_LIST
-        return push(python_list(), kContainerBytes);
+        return push(make_list(), kContainerBytes);
       case ')':  // EMPTY_TUPLE
         return make_tuple(0);
       case '\x85':  // TUPLE1 to TUPLE3
       case '\x86':
       case '\x87':
-        return make_tuple(static_cast<std::size_t>(code - '\x84'));
+        return make_tuple(static_cast<std::size_t>(opcode - '\x84'));
       case '(':  // MARK
         push(Item{.kind = Kind::mark, .bytes = kScalarBytes});
         return;
@@ -255,39 +257,39 @@ class PickleReader {
         return push(c10::IValue());
       case '\x88':  // NEWTRUE, NEWFALSE
       case '\x89':
-        return push(code == '\x88');
+        return push(opcode == '\x88');
       case 'K':  // BININT1, BININT2, BININT
-        return push(static_cast<std::int64_t>(take_number(1)));
+        return push(static_cast<std::int64_t>(read_uint(1)));
       case 'M':
-        return push(static_cast<std::int64_t>(take_number(2)));
+        return push(static_cast<std::int64_t>(read_uint(2)));
       case 'J':
-        return push(std::int64_t{static_cast<std::int32_t>(take_number(4))});
+        return push(std::int64_t{static_cast<std::int32_t>(read_uint(4))});
       case '\x8a': {  // LONG1
-        const std::string_view bytes = take(take_number(1));
+        const std::string_view bytes = read_bytes(read_uint(1));
         check_format(bytes.size() <= 8, "it has an integer of ", bytes.size(), " bytes");
-        std::uint64_t number = number_at(bytes, 0, bytes.size());
+        std::uint64_t number = read_little_endian(bytes, 0, bytes.size());
         if (!bytes.empty() && bytes.size() < 8 && (bytes.back() & '\x80') != 0) {
           number |= ~std::uint64_t{0} << (8 * bytes.size());
         }
         return push(static_cast<std::int64_t>(number));
       }
       case 'G': {  // BINFLOAT, whose first byte is the highest
-        std::string bytes(take(8));
+        std::string bytes(read_bytes(8));
         std::reverse(bytes.begin(), bytes.end());
-        return push(std::bit_cast<double>(number_at(bytes, 0, 8)));
+        return push(std::bit_cast<double>(read_little_endian(bytes, 0, 8)));
       }
       case 'X': {  // BINUNICODE
-        const std::string_view text = take(take_number(4));
+        const std::string_view text = read_bytes(read_uint(4));
         return push(std::string(text), kScalarBytes + text.size());
       }
       case 'q':  // BINPUT, LONG_BINPUT
       case 'r':
-        return remember(take_number(code == 'q' ? 1 : 4));
+        return memo_put(read_uint(opcode == 'q' ? 1 : 4));
       case 'h':  // BINGET, LONG_BINGET
       case 'j':
-        return recall(take_number(code == 'h' ? 1 : 4));
+        return memo_get(read_uint(opcode == 'h' ? 1 : 4));
       case 'c': {  // GLOBAL
-        const std::string_view module = take_line(), name = take_line();
+        const std::string_view module = read_line(), name = read_line();
         push(read_global(module, name));
         return;
       }
@@ -302,7 +304,8 @@ class PickleReader {
         return;
       }
       default:
-        TORCH_CHECK(false, "its pickle has the instruction ", int{static_cast<unsigned char>(code)},
+        TORCH_CHECK(false, "its pickle has the instruction ",
+                    int{static_cast<unsigned char>(opcode)},
                     ", which torch.save does not write; save it anew with pickle_protocol=2");
     }
   }
@@ -350,23 +353,23 @@ class PickleReader {
   void read_storage() {
     const ItemPtr id = pop();
     const auto& parts = id->elements;
-    check_format(id->kind == Kind::tuple && parts.size() == 5 && is_text(*parts[0], "storage") &&
+    check_format(id->kind == Kind::tuple && parts.size() == 5 && is_string(*parts[0], "storage") &&
                      parts[1]->kind == Kind::dtype && parts[2]->value.isString(),
                  "it has a storage of another form than torch.save's");
-    const c10::Storage storage = record_(parts[2]->value.toStringRef());
+    const c10::Storage storage = read_storage_(parts[2]->value.toStringRef());
     const auto dtype = static_cast<at::ScalarType>(parts[1]->number);
     std::uint64_t bytes = 0;
     const bool overflows =
         c10::mul_overflows(static_cast<std::uint64_t>(to_count(*parts[4])),
                            static_cast<std::uint64_t>(c10::elementSize(dtype)), &bytes);
-    check_format(!overflows && bytes <= storage.nbytes(), kTooLong);
+    check_format(!overflows && bytes <= storage.nbytes(), kOutOfBounds);
     push(Item{.kind = Kind::storage,
               .storage = storage,
               .number = parts[1]->number,
               .bytes = kContainerBytes});
   }
 
-  static bool is_text(const Item& item, std::string_view text) {
+  static bool is_string(const Item& item, std::string_view text) {
     return item.kind == Kind::value && item.value.isString() && item.value.toStringRef() == text;
   }
   /// Returns a count, an offset or a size.
@@ -397,7 +400,7 @@ class PickleReader {
     check_format(is_call, "it calls what is no function of torch's");
     if (callee->kind == Kind::ordered_dict) {
       check_format(arguments.empty(), "it has an OrderedDict of another form than torch.save's");
-      return push(python_dict(), kContainerBytes);
+      return push(make_dict(), kContainerBytes);
     }
     const std::string& name = callee->value.toStringRef();
     const auto check_count = [&](std::size_t least) {
@@ -428,13 +431,13 @@ class PickleReader {
       push(at::sparse_coo_tensor(indices, values, sizes), bytes);
     } else if (name == "complex") {
       check_count(2);
-      const c10::IValue real = value_of(*arguments[0]), imaginary = value_of(*arguments[1]);
+      const c10::IValue real = to_ivalue(*arguments[0]), imaginary = to_ivalue(*arguments[1]);
       check_format(real.isDouble() && imaginary.isDouble(),
                    "it has a complex number of no numbers");
       push(c10::complex<double>(real.toDouble(), imaginary.toDouble()));
     } else if (name == "device") {
       check_count(1);
-      const c10::IValue text = value_of(*arguments[0]);
+      const c10::IValue text = to_ivalue(*arguments[0]);
       check_format(text.isString(), "it has a device without a name");
       push(c10::Device(text.toStringRef()));
     } else {
@@ -462,7 +465,7 @@ class PickleReader {
     check_format(!overflows && at::detail::computeStorageNbytes(
                                    sizes, strides, c10::elementSize(dtype),
                                    static_cast<std::size_t>(offset)) <= storage.nbytes(),
-                 kTooLong);
+                 kOutOfBounds);
     const bool is_empty = std::find(sizes.begin(), sizes.end(), 0) != sizes.end();
     const auto options = at::TensorOptions(dtype).device(at::kCPU);
     check_format(c10::isQIntType(dtype) == is_quantized,
@@ -472,7 +475,7 @@ class PickleReader {
     tensor.unsafeGetTensorImpl()->set_storage_keep_dtype(storage);
     tensor.unsafeGetTensorImpl()->set_storage_offset(offset);
     tensor.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides);
-    if (!is_quantized && arguments.size() > 6) set_metadata(tensor, value_of(*arguments[6]));
+    if (!is_quantized && arguments.size() > 6) set_metadata(tensor, to_ivalue(*arguments[6]));
     charge(kTensorBytes);
     push(tensor, is_empty ? 0 : bytes);
   }
@@ -515,10 +518,10 @@ class PickleReader {
     }
   }
 
-  static constexpr const char* kTooLong = "a tensor is longer than its bytes";
+  static constexpr const char* kOutOfBounds = "a tensor is longer than its bytes";
 
   std::string_view rest_;
-  Record record_;
+  ReadStorage read_storage_;
   std::uint64_t budget_;
   std::vector<ItemPtr> stack_;
   std::map<std::uint64_t, ItemPtr> memo_;  // whatever the indices are, a lookup is short

@@ -29,7 +29,7 @@
 #include "../support/warning_recorder.h"
 
 #ifndef MEZZO_CHECKPOINT_TEST_DATA
-#error "give -DMEZZO_CHECKPOINT_TEST_DATA, the folder tests/checkpoint/data"
+#error "give -DMEZZO_CHECKPOINT_TEST_DATA, the directory tests/checkpoint/data"
 #endif
 
 namespace {
@@ -76,11 +76,11 @@ template <class Optimizer, class... Options>
 void expect_to_go_on(const std::string& name, torch::ScalarType dtype, const Options&... options) {
   auto model = python_model();
   mezzo::load_checkpoint(python_file(), TrainingState().add(name + "_model", model),
-                         {.subset = true});
+                         {.ignore_unexpected = true});
   for (const torch::Tensor& one : model->parameters()) one.set_data(one.to(dtype));
   Optimizer optimizer(groups_of(model), options...);
   mezzo::load_checkpoint(python_file(), TrainingState().add(name + "_optimizer", optimizer),
-                         {.subset = true});
+                         {.ignore_unexpected = true});
   const c10::IValue gradients = python_next(name + "_gradients");
   const auto parameters = model->parameters();
   for (const c10::IValue& step : gradients.toListRef()) {
@@ -127,7 +127,7 @@ TEST(CheckpointFromPython, NumbersAndStringsComeToo) {
   std::string name;
   TrainingState state;
   state.add("epoch", epoch).add("large", large).add("best", best).add("name", name);
-  EXPECT_EQ(mezzo::load_checkpoint(python_file(), state, {.subset = true}).step, 0);
+  EXPECT_EQ(mezzo::load_checkpoint(python_file(), state, {.ignore_unexpected = true}).step, 0);
   EXPECT_EQ(epoch, 7);
   EXPECT_EQ(large, std::int64_t{1} << 40);
   EXPECT_EQ(best, 1);
@@ -138,7 +138,8 @@ TEST(CheckpointFromPython, WhatDoesNotFitIsNamedAndNothingChanges) {
   auto model = python_model();
   const auto error = [&](auto optimizer, const std::string& name) {
     std::string words = message_of([&] {
-      mezzo::load_checkpoint(python_file(), TrainingState().add(name, optimizer), {.subset = true});
+      mezzo::load_checkpoint(python_file(), TrainingState().add(name, optimizer),
+                             {.ignore_unexpected = true});
     });
     EXPECT_TRUE(optimizer.state().empty());
     EXPECT_EQ(optimizer.param_groups()[0].options().get_lr(), 0.5);
@@ -162,7 +163,7 @@ TEST(CheckpointFromPython, WhatDoesNotFitIsNamedAndNothingChanges) {
   torch::nn::Linear other(3, 2);
   EXPECT_THAT(message_of([&] {
                 mezzo::load_checkpoint(python_file(), TrainingState().add("adamw_model", other),
-                                       {.subset = true});
+                                       {.ignore_unexpected = true});
               }),
               HasSubstr("the file lacks \"weight\""));
 }
@@ -245,8 +246,8 @@ TEST(CheckpointInPython, AModelIsAStateDictAndTheRestIsReadable) {
   TrainingState state;
   state.add("model", model).add("ema", ema).add("scaler", scaler).add("epoch", epoch);
   state.add("large", large).add("done", done).add("name", name).add("order", order);
-  state.add("own", own).with_random_state();
-  const auto file = mezzo::CheckpointManager(temp_dir.path()).save(state, 3400).file;
+  state.add("own", own).add_rng_state();
+  const auto file = mezzo::CheckpointManager(temp_dir.path()).save(state, 3400).path;
   EXPECT_EQ(output_of_python(R"(
 import sys, torch, zipfile
 saved = torch.load(sys.argv[1], weights_only=True)
@@ -287,7 +288,7 @@ void expect_to_go_on_in_python(const std::string& python_class, const Options& o
   };
   step();
   step();
-  const auto file = mezzo::CheckpointManager(temp_dir.path()).save(state, 2).file;
+  const auto file = mezzo::CheckpointManager(temp_dir.path()).save(state, 2).path;
   step();
   std::array<char, 100> expected{};
   std::snprintf(expected.data(), expected.size(), "%.6f %.6f\nstatus 0",
@@ -383,7 +384,7 @@ TEST(StateDict, ThatIsSavedLoadsAgain) {
   const auto file = temp_dir / "model.pt";
   torch::nn::Sequential saved(torch::nn::Linear(3, 2), torch::nn::BatchNorm1d(2));
   torch::nn::Sequential loaded(torch::nn::Linear(3, 2), torch::nn::BatchNorm1d(2));
-  EXPECT_EQ(mezzo::save_state_dict(file, saved).file, file);
+  EXPECT_EQ(mezzo::save_state_dict(file, saved).path, file);
   mezzo::load_state_dict(file, loaded);
   EXPECT_TRUE(loaded->parameters()[0].equal(saved->parameters()[0]));
   mezzo::save_checkpoint(file, TrainingState().add("model", saved));

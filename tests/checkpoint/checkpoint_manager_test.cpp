@@ -1,4 +1,4 @@
-// How a folder of checkpoints is kept.
+// How a directory of checkpoints is kept.
 
 #include <mezzo/checkpoint/checkpoint.h>
 
@@ -48,8 +48,8 @@ TEST(CheckpointManager, AFolderWithoutAnyIsAFreshStart) {
   const TempDir temp_dir;
   int64_t value = 3;
   const auto state = TrainingState().add("a", value);
-  EXPECT_FALSE(CheckpointManager(temp_dir.path() / "none").load_newest(state));
-  EXPECT_FALSE(CheckpointManager(temp_dir.path()).load_newest(state));
+  EXPECT_FALSE(CheckpointManager(temp_dir.path() / "none").load_latest(state));
+  EXPECT_FALSE(CheckpointManager(temp_dir.path()).load_latest(state));
   EXPECT_EQ(value, 3);
   EXPECT_FALSE(std::filesystem::exists(temp_dir.path() / "none"));
 }
@@ -59,13 +59,13 @@ TEST(CheckpointManager, LoadsTheFileOfAStepOfSeveralTheLastSaved) {
   int64_t value = 0;
   TrainingState state;
   state.add("value", value);
-  CheckpointManager checkpoints(temp_dir.path(), {.keep = 9});
+  CheckpointManager checkpoints(temp_dir.path(), {.max_to_keep = 9});
   for (const int64_t step : {10, 20, 10, 30}) {
     ++value;
     checkpoints.save(state, step);
   }
   const auto loaded = checkpoints.load(state, 10);
-  EXPECT_EQ(loaded.file.filename(), "checkpoint-000003-step-10.pt");
+  EXPECT_EQ(loaded.path.filename(), "checkpoint-000003-step-10.pt");
   EXPECT_EQ(loaded.step, 10);
   EXPECT_EQ(value, 3);
   EXPECT_THAT(message_of([&] { checkpoints.load(state, 11); }),
@@ -81,7 +81,7 @@ TEST(Checkpoint, AFileThatOneChoosesIsReplacedWholeAndItsFolderMade) {
   state.add("value", value);
   const auto file = temp_dir.path() / "deep" / "best.pt";
   const auto saved = mezzo::save_checkpoint(file, state, 7);
-  EXPECT_EQ(saved.bytes, std::filesystem::file_size(file));
+  EXPECT_EQ(saved.size_bytes, std::filesystem::file_size(file));
   value = 5;
   mezzo::save_checkpoint(file, state, 8);
   value = 0;
@@ -94,11 +94,11 @@ TEST(Checkpoint, AFileThatOneChoosesIsReplacedWholeAndItsFolderMade) {
   const auto names = std::distance(std::filesystem::directory_iterator(file.parent_path()), {});
   EXPECT_EQ(names, 1) << "no temporary is left";
 
-  const auto folder = std::filesystem::current_path();
+  const auto directory = std::filesystem::current_path();
   std::filesystem::current_path(temp_dir.path());
   mezzo::save_checkpoint("here.pt", state);
   EXPECT_EQ(mezzo::load_checkpoint("here.pt", state).step, 0);
-  std::filesystem::current_path(folder);
+  std::filesystem::current_path(directory);
 }
 
 TEST(CheckpointManager, KeepTheNewestByWhenTheyWereSavedNotByStep) {
@@ -106,11 +106,11 @@ TEST(CheckpointManager, KeepTheNewestByWhenTheyWereSavedNotByStep) {
   int64_t value = 0;
   TrainingState state;
   state.add("value", value);
-  CheckpointManager checkpoints(temp_dir.path() / "deep" / "run", {.keep = 2});
+  CheckpointManager checkpoints(temp_dir.path() / "deep" / "run", {.max_to_keep = 2});
   for (const int64_t step : {900, 1000, 10}) checkpoints.save(state, step);
-  ASSERT_EQ(checkpoints.files().size(), 2U);
-  EXPECT_EQ(checkpoints.files()[0].filename(), "checkpoint-000003-step-10.pt");
-  EXPECT_EQ(checkpoints.load_newest(state)->step, 10);
+  ASSERT_EQ(checkpoints.checkpoints().size(), 2U);
+  EXPECT_EQ(checkpoints.checkpoints()[0].filename(), "checkpoint-000003-step-10.pt");
+  EXPECT_EQ(checkpoints.load_latest(state)->step, 10);
 }
 
 TEST(CheckpointManager, ASecondWriterIsRefusedAsLongAsTheFirstLives) {
@@ -123,10 +123,10 @@ TEST(CheckpointManager, ASecondWriterIsRefusedAsLongAsTheFirstLives) {
     first.save(state, 1);
     EXPECT_THAT(message_of([&] { second.save(state, 2); }),
                 HasSubstr("is being saved to by another process"));
-    EXPECT_EQ(second.load_newest(state)->step, 1);
+    EXPECT_EQ(second.load_latest(state)->step, 1);
   }
   second.save(state, 2);
-  EXPECT_EQ(second.load_newest(state)->step, 2);
+  EXPECT_EQ(second.load_latest(state)->step, 2);
 }
 
 TEST(CheckpointManager, AForkedChildHasNoLockOfItsParents) {
@@ -146,7 +146,7 @@ TEST(CheckpointManager, AForkedChildHasNoLockOfItsParents) {
   };
   EXPECT_FALSE(saves_in_child());
   checkpoints.save(state, 3);
-  EXPECT_EQ(checkpoints.files().size(), 2U);
+  EXPECT_EQ(checkpoints.checkpoints().size(), 2U);
 }
 
 /// A pipe on which one process tells another that it may go on.
@@ -233,17 +233,17 @@ TEST(Checkpoint, WhatIsNoRegularFileIsNotReplaced) {
 
 TEST(CheckpointManager, LocksAnewWhereTheFolderOrItsLockWasRemoved) {
   const TempDir temp_dir;
-  const auto folder = temp_dir.path() / "run";
+  const auto directory = temp_dir.path() / "run";
   int64_t value = 1;
   const auto state = TrainingState().add("value", value);
-  CheckpointManager first(folder), second(folder);
+  CheckpointManager first(directory), second(directory);
   first.save(state, 1);
-  std::filesystem::remove_all(folder);
+  std::filesystem::remove_all(directory);
   first.save(state, 2);
-  EXPECT_EQ(first.files().size(), 1U);
+  EXPECT_EQ(first.checkpoints().size(), 1U);
   EXPECT_THAT(message_of([&] { second.save(state, 3); }),
               HasSubstr("is being saved to by another"));
-  std::filesystem::remove(folder / ".lock");
+  std::filesystem::remove(directory / ".lock");
   second.save(state, 4);
   EXPECT_THAT(message_of([&] { first.save(state, 5); }), HasSubstr("is being saved to by another"));
 }
@@ -259,18 +259,18 @@ TEST(CheckpointManager, ARelativeFolderStaysWhereItWasAtConstruction) {
   std::filesystem::create_directory("elsewhere");
   std::filesystem::current_path("elsewhere");
   const auto saved = checkpoints.save(state, 2);
-  const auto loaded = checkpoints.load_newest(state);
+  const auto loaded = checkpoints.load_latest(state);
   std::filesystem::current_path(before);
-  EXPECT_TRUE(std::filesystem::exists(saved.file));
-  EXPECT_EQ(saved.file.parent_path(), temp_dir.path() / "run");
+  EXPECT_TRUE(std::filesystem::exists(saved.path));
+  EXPECT_EQ(saved.path.parent_path(), temp_dir.path() / "run");
   EXPECT_EQ(loaded->step, 2);
-  EXPECT_EQ(checkpoints.files().size(), 2U);
+  EXPECT_EQ(checkpoints.checkpoints().size(), 2U);
 }
 
 TEST(CheckpointManager, LeaveOtherFilesAlone) {
   const TempDir temp_dir;
   int64_t value = 0;
-  CheckpointManager checkpoints(temp_dir.path(), {.keep = 1});
+  CheckpointManager checkpoints(temp_dir.path(), {.max_to_keep = 1});
   for (const char* name :
        {"checkpoint-000001-step-2.pt.bak", "checkpoint-x-step-2.pt",
         ".checkpoint-000001-step-2.pt.tmp", ".checkpoint-000001-step-2.pt.7.tmp.x",

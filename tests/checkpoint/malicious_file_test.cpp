@@ -14,7 +14,7 @@
 #include "../support/pickle_bytes.h"
 #include "../support/temp_dir.h"
 
-namespace hostile_files {
+namespace malicious_files {
 namespace {
 
 using test_support::message_of;
@@ -30,7 +30,7 @@ std::string load_error(const std::string& value, const bytes::Records& records =
   return message_of([&] { mezzo::load_checkpoint(file, mezzo::TrainingState().add("x", x)); });
 }
 
-struct HostileFile {
+struct MaliciousFile {
   const char* name;
   std::string value;
   const char* error;
@@ -48,7 +48,7 @@ std::string colliding_keys() {
   return items;
 }
 
-std::vector<HostileFile> hostile_files() {
+std::vector<MaliciousFile> malicious_files() {
   using namespace bytes;
   const std::string four = storage("FloatStorage", "0", 1);
   const std::string ones = tensor(four, 0, {1}, {1});
@@ -133,8 +133,8 @@ std::vector<HostileFile> hostile_files() {
   };
 }
 
-TEST(CheckpointHostileFile, IsRefused) {
-  for (const HostileFile& file : hostile_files()) {
+TEST(CheckpointMaliciousFile, IsRefused) {
+  for (const MaliciousFile& file : malicious_files()) {
     const std::string error = load_error(file.value, {{"0", "1234"}, {"1", std::string(8, '\0')}});
     EXPECT_THAT(error, testing::ContainsRegex(file.error)) << file.name;
     EXPECT_THAT(error, HasSubstr("x.pt")) << file.name;
@@ -153,7 +153,7 @@ struct Archived {
 };
 
 // Each name that is added to an archive is compared with all that it has.
-TEST(CheckpointHostileFile, ObjectOfTooManyEntriesIsRefused) {
+TEST(CheckpointMaliciousFile, ObjectOfTooManyEntriesIsRefused) {
   std::vector<std::pair<std::string, std::string>> entries;
   for (int i = 0; i < 20000; ++i) entries.emplace_back(std::to_string(i), "}");
   const test_support::TempDir temp_dir;
@@ -167,7 +167,7 @@ TEST(CheckpointHostileFile, ObjectOfTooManyEntriesIsRefused) {
 }
 
 // It indexed an empty list of groups, and ended the process.
-TEST(CheckpointHostileFile, OptimizerWithParametersAndNoGroupsThrows) {
+TEST(CheckpointMaliciousFile, OptimizerWithParametersAndNoGroupsThrows) {
   const test_support::TempDir temp_dir;
   const std::string state = bytes::dict(
       {{"state", "}"}, {"param_groups", "]"}, {"parameters", "]]" + bytes::text("") + "aa"}});
@@ -180,7 +180,7 @@ TEST(CheckpointHostileFile, OptimizerWithParametersAndNoGroupsThrows) {
 }
 
 // Operations on them would read outside of their memory.
-TEST(CheckpointHostileFile, SparseTensorsWithIndicesBeyondTheirSizeAreRefused) {
+TEST(CheckpointMaliciousFile, SparseTensorsWithIndicesBeyondTheirSizeAreRefused) {
   using namespace bytes;
   const std::string index = tensor(storage("LongStorage", "1", 1), 0, {1}, {1});
   const std::string value = tensor(storage("FloatStorage", "2", 1), 0, {1}, {1});
@@ -196,7 +196,7 @@ TEST(CheckpointHostileFile, SparseTensorsWithIndicesBeyondTheirSizeAreRefused) {
   EXPECT_THAT(error(1, {1}, coo + value), HasSubstr("127"));
 }
 
-TEST(CheckpointHostileFile, RecordsThatOverlapAreRefused) {
+TEST(CheckpointMaliciousFile, RecordsThatOverlapAreRefused) {
   const test_support::TempDir temp_dir;
   bytes::Records records{{"0", std::string(4000, 'x')}};
   std::string tensors = "](";
@@ -220,7 +220,7 @@ TEST(CheckpointHostileFile, RecordsThatOverlapAreRefused) {
               HasSubstr("records that overlap"));
 }
 
-TEST(CheckpointHostileFile, ZipThatClaimsMoreThanItHasIsRefused) {
+TEST(CheckpointMaliciousFile, ZipThatClaimsMoreThanItHasIsRefused) {
   const test_support::TempDir temp_dir;
   at::Tensor x;
   const std::string whole = bytes::zip(
@@ -245,4 +245,4 @@ TEST(CheckpointHostileFile, ZipThatClaimsMoreThanItHasIsRefused) {
 }
 
 }  // namespace
-}  // namespace hostile_files
+}  // namespace malicious_files

@@ -46,7 +46,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 /// Returns the message of the exception that is being handled.
-inline std::string message_of_current_exception() {
+inline std::string current_exception_message() {
   try {
     throw;
   } catch (const c10::Error& error) {
@@ -59,7 +59,7 @@ inline std::string message_of_current_exception() {
 }
 
 /// Returns what Python calls the type of `value`, for errors.
-inline std::string value_words(const c10::IValue& value) {
+inline std::string describe_type(const c10::IValue& value) {
   if (value.isTensor()) return "a tensor";
   if (value.isBool()) return "a bool";
   if (value.isInt()) return "an integer";
@@ -71,19 +71,19 @@ inline std::string value_words(const c10::IValue& value) {
 }
 
 /// The names of the parameters of a state's modules: "model.0.weight"; of several, the first.
-using ParameterNames = std::unordered_map<const c10::TensorImpl*, std::string>;
+using ParameterFqns = std::unordered_map<const c10::TensorImpl*, std::string>;
 
 /// One object of a training state. A value is a number, a string, a tensor, or lists and dicts of
 /// them: what Python reads.
-struct CheckpointPart {
+struct Stateful {
   using Apply = std::function<void()>;
 
   /// Returns the object's value, with the object's own tensors, not copies of them. May call
   /// collectives (ShardedOptimizer).
-  std::function<c10::IValue(const ParameterNames& names)> save;
+  std::function<c10::IValue(const ParameterFqns& names)> save;
   /// Checks a value, and returns a function that gives it to the object. Does not change the object
   /// itself. The tensors of a value are views of the file.
-  std::function<Apply(const c10::IValue& value, const ParameterNames& names)> load;
+  std::function<Apply(const c10::IValue& value, const ParameterFqns& names)> load;
   /// Returns the parameters of a module with their names; null for other objects.
   std::function<TensorsByName()> parameters = nullptr;
   /// Returns the tensors of a module under the names of its state_dict; null for other objects.
@@ -93,17 +93,17 @@ struct CheckpointPart {
   bool is_archive = false;
 };
 
-struct NamedPart {
+struct CheckpointEntry {
   std::string name;
-  CheckpointPart part;
+  Stateful stateful;
   bool is_per_rank = false;  ///< each rank has its own
 };
 
-inline ParameterNames parameter_names(const std::vector<NamedPart>& parts) {
-  ParameterNames names;
-  for (const NamedPart& one : parts) {
-    if (!one.part.parameters) continue;
-    for (const auto& [name, parameter] : one.part.parameters()) {
+inline ParameterFqns get_parameter_fqns(const std::vector<CheckpointEntry>& entries) {
+  ParameterFqns names;
+  for (const CheckpointEntry& one : entries) {
+    if (!one.stateful.parameters) continue;
+    for (const auto& [name, parameter] : one.stateful.parameters()) {
       std::string whole = one.name + "." + name;
       std::string& known = names.try_emplace(parameter.unsafeGetTensorImpl(), whole).first->second;
       known = std::min(known, whole);
@@ -114,11 +114,11 @@ inline ParameterNames parameter_names(const std::vector<NamedPart>& parts) {
 
 using PythonDict = c10::impl::GenericDict;
 
-inline PythonDict python_dict() { return PythonDict(c10::AnyType::get(), c10::AnyType::get()); }
-inline c10::impl::GenericList python_list() { return c10::impl::GenericList(c10::AnyType::get()); }
+inline PythonDict make_dict() { return PythonDict(c10::AnyType::get(), c10::AnyType::get()); }
+inline c10::impl::GenericList make_list() { return c10::impl::GenericList(c10::AnyType::get()); }
 
 /// Returns the value under `key`, None where `dict` is no dict or has no such key.
-inline c10::IValue item(const c10::IValue& dict, const c10::IValue& key) {
+inline c10::IValue get_item(const c10::IValue& dict, const c10::IValue& key) {
   if (!dict.isGenericDict()) return {};
   const auto items = dict.toGenericDict();
   const auto found = items.find(key);
@@ -126,27 +126,27 @@ inline c10::IValue item(const c10::IValue& dict, const c10::IValue& key) {
 }
 
 // Defined in object_parts.h.
-CheckpointPart module_part(const std::function<std::shared_ptr<torch::nn::Module>()>& find);
-CheckpointPart optimizer_part(const std::function<OptimizerRef()>& find);
-CheckpointPart archive_part(const std::function<void(torch::serialize::OutputArchive&)>& put,
-                            const std::function<void(torch::serialize::InputArchive&)>& take,
-                            const std::function<void(torch::serialize::InputArchive&)>& check);
-CheckpointPart tensor_part(at::Tensor& tensor);
-CheckpointPart tensors_part(std::vector<at::Tensor>& tensors);
-CheckpointPart generator_part(at::Generator& generator);
-CheckpointPart random_states_part();
+Stateful make_stateful_module(const std::function<std::shared_ptr<torch::nn::Module>()>& find);
+Stateful make_stateful_optimizer(const std::function<OptimizerRef()>& find);
+Stateful make_stateful_archive(const std::function<void(torch::serialize::OutputArchive&)>& put,
+                               const std::function<void(torch::serialize::InputArchive&)>& take,
+                               const std::function<void(torch::serialize::InputArchive&)>& check);
+Stateful make_stateful_tensor(at::Tensor& tensor);
+Stateful make_stateful_tensors(std::vector<at::Tensor>& tensors);
+Stateful make_stateful_generator(at::Generator& generator);
+Stateful make_stateful_rng();
 
 template <class T>
-concept IsOptimizer = std::convertible_to<T&, OptimizerRef>;
+concept OptimizerRefConvertible = std::convertible_to<T&, OptimizerRef>;
 /// A pointer to an optimizer, of any kind.
 template <class T>
-concept PointsToAnyOptimizer = requires(const T& pointer) {
+concept OptimizerRefPointer = requires(const T& pointer) {
   OptimizerRef(*pointer);
   pointer != nullptr;
 };
 
 template <class T>
-concept GoesThroughArchives = requires(torch::serialize::OutputArchive& output,
+concept ArchiveSerializable = requires(torch::serialize::OutputArchive& output,
                                        torch::serialize::InputArchive& input, T& object) {
   output << std::as_const(object);
   input >> object;
@@ -154,39 +154,39 @@ concept GoesThroughArchives = requires(torch::serialize::OutputArchive& output,
 
 /// A random engine of the standard library, such as std::mt19937, with stream operators.
 template <class T>
-concept IsEngine = std::uniform_random_bit_generator<T> &&
+concept RandomEngine = std::uniform_random_bit_generator<T> &&
     requires(std::ostream& output, std::istream& input, T& engine) {
   output << std::as_const(engine);
   input >> engine;
 };
 
 template <class T>
-struct IsVectorOfNumbers : std::false_type {};
+struct IsNumericVector : std::false_type {};
 template <class T>
 requires(std::floating_point<T> ||
-         (std::integral<T> && !std::same_as<T, bool>)) struct IsVectorOfNumbers<std::vector<T>>
+         (std::integral<T> && !std::same_as<T, bool>)) struct IsNumericVector<std::vector<T>>
     : std::true_type {
 };
 
 /// Named numbers, such as a GradScaler::StateDict.
 template <class T>
-concept IsMapOfNumbers = std::same_as<T, std::map<std::string, double>>;
+concept NumericMap = std::same_as<T, std::map<std::string, double>>;
 
 inline void check_value(bool is_right, const c10::IValue& value, const char* wanted) {
-  TORCH_CHECK(is_right, "it is ", value_words(value), " in the file, and ", wanted, " here");
+  TORCH_CHECK(is_right, "it is ", describe_type(value), " in the file, and ", wanted, " here");
 }
 
 /// Numbers and the like, which a file holds as they are.
 template <class T>
-concept IsValue = std::integral<T> || std::floating_point<T> || std::same_as<T, std::string> ||
-    IsEngine<T> || IsVectorOfNumbers<T>::value || IsMapOfNumbers<T>;
+concept PlainValue = std::integral<T> || std::floating_point<T> || std::same_as<T, std::string> ||
+    RandomEngine<T> || IsNumericVector<T>::value || NumericMap<T>;
 
 /// The type in which a file stores an integer or a real number.
 template <class T>
-using WideNumber = std::conditional_t<std::integral<T>, std::int64_t, double>;
+using StoredNumber = std::conditional_t<std::integral<T>, std::int64_t, double>;
 
-template <IsEngine T>
-std::string engine_text(const T& engine) {
+template <RandomEngine T>
+std::string engine_to_string(const T& engine) {
   std::ostringstream stream;
   stream.imbue(std::locale::classic());
   stream << engine;
@@ -194,39 +194,39 @@ std::string engine_text(const T& engine) {
 }
 
 template <std::integral To, std::integral From>
-constexpr bool fits(From number) {
+constexpr bool is_representable(From number) {
   const To to = static_cast<To>(number);
   return static_cast<From>(to) == number && (to < To{}) == (number < From{});
 }
 
-template <IsValue T>
-c10::IValue value_of(const T& object) {
+template <PlainValue T>
+c10::IValue to_ivalue(const T& object) {
   if constexpr (std::same_as<T, bool> || std::same_as<T, std::string>) {
     return object;
   } else if constexpr (std::integral<T>) {
-    TORCH_CHECK(fits<std::int64_t>(object), "the integer ", object,
+    TORCH_CHECK(is_representable<std::int64_t>(object), "the integer ", object,
                 " is beyond std::int64_t; save it as a string, or in two parts");
     return static_cast<std::int64_t>(object);
   } else if constexpr (std::floating_point<T>) {
     static_assert(sizeof(T) <= sizeof(double));
     return static_cast<double>(object);
-  } else if constexpr (IsEngine<T>) {
-    return engine_text(object);
-  } else if constexpr (IsMapOfNumbers<T>) {
-    PythonDict numbers = python_dict();
+  } else if constexpr (RandomEngine<T>) {
+    return engine_to_string(object);
+  } else if constexpr (NumericMap<T>) {
+    PythonDict numbers = make_dict();
     for (const auto& [name, number] : object) numbers.insert(name, number);
     return numbers;
   } else {  // as a tensor, for it may be as long as a data set
-    using Wide = WideNumber<typename T::value_type>;
+    using Wide = StoredNumber<typename T::value_type>;
     std::vector<Wide> all;
-    for (const auto value : object) all.push_back(value_of(value).template to<Wide>());
+    for (const auto value : object) all.push_back(to_ivalue(value).template to<Wide>());
     return at::tensor(all, c10::CppTypeToScalarType<Wide>::value);
   }
 }
 
 /// Returns the value of an object of type T. \throws c10::Error if it is another type's
-template <IsValue T>
-T value_read(const c10::IValue& value) {
+template <PlainValue T>
+T from_ivalue(const c10::IValue& value) {
   if constexpr (std::same_as<T, bool>) {
     check_value(value.isBool(), value, "a bool");
     return value.toBool();
@@ -235,7 +235,7 @@ T value_read(const c10::IValue& value) {
     return value.toStringRef();
   } else if constexpr (std::integral<T>) {
     check_value(value.isInt(), value, "an integer");
-    TORCH_CHECK(fits<T>(value.toInt()), "the file has the integer ", value.toInt(),
+    TORCH_CHECK(is_representable<T>(value.toInt()), "the file has the integer ", value.toInt(),
                 ", which the variable's type cannot hold; load it into a std::int64_t");
     return static_cast<T>(value.toInt());
   } else if constexpr (std::floating_point<T>) {
@@ -246,25 +246,25 @@ T value_read(const c10::IValue& value) {
                 "the file has the real number ", number,
                 ", which the variable's type cannot hold; load it into a double");
     return static_cast<T>(number);
-  } else if constexpr (IsEngine<T>) {
+  } else if constexpr (RandomEngine<T>) {
     check_value(value.isString(), value, "an engine's text");
     T engine;
     std::istringstream stream(value.toStringRef());
     stream.imbue(std::locale::classic());
     stream >> engine;
-    TORCH_CHECK(stream && engine_text(engine) == value.toStringRef(),
+    TORCH_CHECK(stream && engine_to_string(engine) == value.toStringRef(),
                 "the file has the state of another engine; add one of the type that was saved");
     return engine;
-  } else if constexpr (IsMapOfNumbers<T>) {
+  } else if constexpr (NumericMap<T>) {
     check_value(value.isGenericDict(), value, "a dict of numbers");
     T numbers;
     for (const auto& entry : value.toGenericDict()) {
       check_value(entry.key().isString(), entry.key(), "a name");
-      numbers[entry.key().toStringRef()] = value_read<double>(entry.value());
+      numbers[entry.key().toStringRef()] = from_ivalue<double>(entry.value());
     }
     return numbers;
   } else {
-    using Wide = WideNumber<typename T::value_type>;
+    using Wide = StoredNumber<typename T::value_type>;
     const bool fits = value.isTensor() && value.toTensor().layout() == at::kStrided &&
                       value.toTensor().scalar_type() == c10::CppTypeToScalarType<Wide>::value;
     check_value(fits, value,
@@ -274,51 +274,51 @@ T value_read(const c10::IValue& value) {
     const auto* const begin = read.const_data_ptr<Wide>();
     T all;
     for (std::int64_t i = 0; i < read.numel(); ++i) {
-      all.push_back(value_read<typename T::value_type>(begin[i]));
+      all.push_back(from_ivalue<typename T::value_type>(begin[i]));
     }
     return all;
   }
 }
 
 template <class T>
-CheckpointPart part_of(T& object) {
+Stateful make_stateful(T& object) {
   static_assert(!std::is_const_v<T>,
                 "mezzo::TrainingState::add: the object is const, and loading a checkpoint changes "
                 "it; add one that is not const");
   if constexpr (ModelHandle<T> || ModuleVariable<T>) {
-    return module_part([&object] { return module_pointer(object); });
-  } else if constexpr (IsOptimizer<T>) {
-    return optimizer_part([&object] { return OptimizerRef(object); });
-  } else if constexpr (PointsToAnyOptimizer<T>) {
-    return optimizer_part([&object] {
+    return make_stateful_module([&object] { return module_pointer(object); });
+  } else if constexpr (OptimizerRefConvertible<T>) {
+    return make_stateful_optimizer([&object] { return OptimizerRef(object); });
+  } else if constexpr (OptimizerRefPointer<T>) {
+    return make_stateful_optimizer([&object] {
       TORCH_CHECK(object != nullptr,
                   "TrainingState::add: the pointer to an optimizer is null; construct the "
                   "optimizer before it is added");
       return OptimizerRef(*object);
     });
   } else if constexpr (std::derived_from<T, at::Tensor>) {
-    return tensor_part(object);
+    return make_stateful_tensor(object);
   } else if constexpr (std::same_as<T, std::vector<at::Tensor>>) {
-    return tensors_part(object);
+    return make_stateful_tensors(object);
   } else if constexpr (std::same_as<T, at::Generator>) {
-    return generator_part(object);
-  } else if constexpr (IsValue<T>) {
-    return {.save = [&object](const ParameterNames&) { return value_of(object); },
+    return make_stateful_generator(object);
+  } else if constexpr (PlainValue<T>) {
+    return {.save = [&object](const ParameterFqns&) { return to_ivalue(object); },
             .load =
-                [&object](const c10::IValue& value, const ParameterNames&) {
-                  return [&object, ready = std::make_shared<T>(value_read<T>(value))] {
+                [&object](const c10::IValue& value, const ParameterFqns&) {
+                  return [&object, ready = std::make_shared<T>(from_ivalue<T>(value))] {
                     object = std::move(*ready);
                   };
                 }};
   } else {
     static_assert(
-        GoesThroughArchives<T>,
+        ArchiveSerializable<T>,
         "mezzo::TrainingState::add: torch::save and torch::load cannot take this type; add "
         "modules, optimizers, tensors, numbers, vectors of numbers, strings and generators, give "
         "two callables that save and load one of these (add(name, save, load)), or give the type "
         "operator<< and operator>> for torch::serialize archives, and include its header and "
         "<torch/serialize/archive.h>");
-    return archive_part(
+    return make_stateful_archive(
         [&object](torch::serialize::OutputArchive& archive) { archive << std::as_const(object); },
         [&object](torch::serialize::InputArchive& archive) { archive >> object; },
         [&object](torch::serialize::InputArchive& archive) {
@@ -331,21 +331,21 @@ CheckpointPart part_of(T& object) {
 
 /// Makes a part of two callables: the value that `save` returns is stored, and given to `load`.
 template <class Save, class Load>
-CheckpointPart part_of_callables(Save save, Load load) {
+Stateful make_stateful_from_callables(Save save, Load load) {
   using Value = std::decay_t<std::invoke_result_t<Save&>>;
   static_assert(std::invocable<Load&, Value>,
                 "mezzo::TrainingState::add: load does not take what save returns; let save() "
                 "return a number, string, tensor or vector of numbers, and load take it");
   const auto value = std::make_shared<Value>();
-  const CheckpointPart part = part_of(*value);
+  const Stateful stateful = make_stateful(*value);
   return {.save =
-              [value, save, part](const ParameterNames& names) mutable {
+              [value, save, stateful](const ParameterFqns& names) mutable {
                 *value = save();
-                return part.save(names);
+                return stateful.save(names);
               },
           .load =
-              [value, load, part](const c10::IValue& saved, const ParameterNames& names) {
-                return [value, load, apply = part.load(saved, names)]() mutable {
+              [value, load, stateful](const c10::IValue& saved, const ParameterFqns& names) {
+                return [value, load, apply = stateful.load(saved, names)]() mutable {
                   apply();
                   load(std::exchange(*value, Value()));
                 };

@@ -65,34 +65,35 @@ struct Training {
   TrainingState state;
 };
 
-mezzo::CheckpointManagerOptions hearing(std::vector<std::string>& warnings, int64_t keep = 2) {
-  return {.keep = keep,
+mezzo::CheckpointManagerOptions hearing(std::vector<std::string>& warnings,
+                                        int64_t max_to_keep = 2) {
+  return {.max_to_keep = max_to_keep,
           .on_warning = [&warnings](const std::string& text) { warnings.push_back(text); }};
 }
 
 std::filesystem::path save(CheckpointManager& checkpoints, Training& run, int64_t value) {
   run.set(value);
-  return checkpoints.save(run.state, value).file;
+  return checkpoints.save(run.state, value).path;
 }
 
-std::vector<std::string> temporaries_in(const std::filesystem::path& folder) {
+std::vector<std::string> temporaries_in(const std::filesystem::path& directory) {
   std::vector<std::string> found;
-  for (const auto& entry : std::filesystem::directory_iterator(folder)) {
+  for (const auto& entry : std::filesystem::directory_iterator(directory)) {
     if (entry.path().extension() == ".tmp") found.push_back(entry.path().string());
   }
   return found;
 }
 
-/// A small checkpoint, to be damaged where it lies.
-class Damaged {
+/// A small checkpoint, to be corrupt where it lies.
+class CorruptibleFile {
  public:
-  Damaged() {
+  CorruptibleFile() {
     CheckpointManager checkpoints(temp_dir_.path());
     file_ = save(checkpoints, run_, 7);
     size_ = std::filesystem::file_size(file_);
     descriptor_ = ::open(file_.c_str(), O_RDWR);
   }
-  ~Damaged() { ::close(descriptor_); }
+  ~CorruptibleFile() { ::close(descriptor_); }
 
   off_t size() const { return static_cast<off_t>(size_); }
   void cut_off_at(off_t size) { ASSERT_EQ(::ftruncate(descriptor_, size), 0); }
@@ -106,7 +107,7 @@ class Damaged {
 
   bool is_noticed() {
     const std::string error = message_of([this] { mezzo::load_checkpoint(file_, run_.state); });
-    return error.find("is damaged") != std::string::npos;
+    return error.find("is corrupt") != std::string::npos;
   }
   const std::filesystem::path& file() const { return file_; }
   Training& run() { return run_; }
@@ -120,34 +121,34 @@ class Damaged {
 };
 
 TEST(CheckpointDamage, EveryChangedByteIsNoticed) {
-  Damaged damaged;
-  ASSERT_FALSE(damaged.is_noticed());
-  for (off_t i = 0; i < damaged.size(); ++i) {
-    damaged.flip(i, static_cast<int>(i % 8));
-    ASSERT_TRUE(damaged.is_noticed()) << "byte " << i;
-    damaged.flip(i, static_cast<int>(i % 8));
+  CorruptibleFile corrupt;
+  ASSERT_FALSE(corrupt.is_noticed());
+  for (off_t i = 0; i < corrupt.size(); ++i) {
+    corrupt.flip(i, static_cast<int>(i % 8));
+    ASSERT_TRUE(corrupt.is_noticed()) << "byte " << i;
+    corrupt.flip(i, static_cast<int>(i % 8));
   }
-  ASSERT_FALSE(damaged.is_noticed());
+  ASSERT_FALSE(corrupt.is_noticed());
 }
 
 TEST(CheckpointDamage, EveryShorterFileAndALongerOneIsNoticed) {
-  Damaged damaged;
-  damaged.append('\0');
-  EXPECT_TRUE(damaged.is_noticed());
-  for (off_t size = damaged.size() - 1; size >= 0; --size) {
-    damaged.cut_off_at(size);
-    ASSERT_TRUE(damaged.is_noticed()) << "cut off at " << size;
+  CorruptibleFile corrupt;
+  corrupt.append('\0');
+  EXPECT_TRUE(corrupt.is_noticed());
+  for (off_t size = corrupt.size() - 1; size >= 0; --size) {
+    corrupt.cut_off_at(size);
+    ASSERT_TRUE(corrupt.is_noticed()) << "cut off at " << size;
   }
 }
 
 TEST(CheckpointDamage, NothingIsLoadedFromADamagedFile) {
-  Damaged damaged;
-  damaged.flip(damaged.size() / 2, 3);
-  damaged.run().set(1);
+  CorruptibleFile corrupt;
+  corrupt.flip(corrupt.size() / 2, 3);
+  corrupt.run().set(1);
   EXPECT_THAT(
-      message_of([&] { mezzo::load_checkpoint(damaged.file(), damaged.run().state); }),
-      AllOf(HasSubstr(damaged.file().string()), HasSubstr("is damaged"), HasSubstr("checksum")));
-  EXPECT_TRUE(damaged.run().is(1));
+      message_of([&] { mezzo::load_checkpoint(corrupt.file(), corrupt.run().state); }),
+      AllOf(HasSubstr(corrupt.file().string()), HasSubstr("is corrupt"), HasSubstr("checksum")));
+  EXPECT_TRUE(corrupt.run().is(1));
 }
 
 TEST(CheckpointDamage, TheHeadOfOneFileWithTheTailOfAnotherIsNoticed) {
@@ -163,7 +164,7 @@ TEST(CheckpointDamage, TheHeadOfOneFileWithTheTailOfAnotherIsNoticed) {
   for (std::size_t cut = begin + 1; cut < first.size(); cut += 61) {
     write_file(file, first.substr(0, cut) + second.substr(cut));
     ASSERT_THAT(message_of([&] { mezzo::load_checkpoint(file, run.state); }),
-                HasSubstr("is damaged"))
+                HasSubstr("is corrupt"))
         << cut;
   }
 }
@@ -194,7 +195,7 @@ TEST(CheckpointDamage, ATensorThatIsLongerThanItsBytesIsRefused) {
               HasSubstr("longer than its bytes"));
 }
 
-/// A folder with two checkpoints, of the values 1 and 2, and the run that saved them at 9.
+/// A directory with two checkpoints, of the values 1 and 2, and the run that saved them at 9.
 struct TwoSaved {
   TwoSaved()
       : checkpoints(temp_dir.path(), hearing(warnings)),
@@ -204,7 +205,7 @@ struct TwoSaved {
   }
 
   std::string load_error() {
-    return message_of([this] { checkpoints.load_newest(run.state); });
+    return message_of([this] { checkpoints.load_latest(run.state); });
   }
 
   TempDir temp_dir;
@@ -217,12 +218,12 @@ struct TwoSaved {
 TEST(CheckpointDamage, FallsBackToTheOneBeforeWithAWarningThatNamesFileAndDamage) {
   TwoSaved saved;
   write_file(saved.second, read_file(saved.second).substr(0, 100));
-  const auto loaded = saved.checkpoints.load_newest(saved.run.state);
+  const auto loaded = saved.checkpoints.load_latest(saved.run.state);
   ASSERT_TRUE(loaded);
   EXPECT_EQ(loaded->step, 1);
-  EXPECT_EQ(loaded->file, saved.first);
+  EXPECT_EQ(loaded->path, saved.first);
   EXPECT_TRUE(saved.run.is(1));
-  EXPECT_THAT(saved.warnings, ElementsAre(AllOf(HasSubstr(saved.second.string() + " is damaged"),
+  EXPECT_THAT(saved.warnings, ElementsAre(AllOf(HasSubstr(saved.second.string() + " is corrupt"),
                                                 HasSubstr("does not end as a checkpoint"))));
 }
 
@@ -241,13 +242,13 @@ TEST(CheckpointDamage, ANameThatIsNoCheckpointDoesNotHideTheOneBefore) {
     TwoSaved saved;
     std::filesystem::remove(saved.second);
     put(saved.second);
-    const auto loaded = saved.checkpoints.load_newest(saved.run.state);
+    const auto loaded = saved.checkpoints.load_latest(saved.run.state);
     ASSERT_TRUE(loaded);
-    EXPECT_EQ(loaded->file, saved.first);
+    EXPECT_EQ(loaded->path, saved.first);
     EXPECT_TRUE(saved.run.is(1));
     EXPECT_THAT(saved.warnings, ElementsAre(AllOf(HasSubstr(saved.second.string()),
                                                   HasSubstr("the checkpoint before it is tried"))));
-    EXPECT_THAT(saved.warnings[0], Not(HasSubstr("is damaged")));
+    EXPECT_THAT(saved.warnings[0], Not(HasSubstr("is corrupt")));
   }
 }
 
@@ -261,7 +262,7 @@ TEST(CheckpointDamage, AFileThatTheSystemDoesNotOpenDoesNotHideTheOneBefore) {
       return -1;
     };
     const ScopedSyscalls failing(calls);
-    EXPECT_EQ(saved.checkpoints.load_newest(saved.run.state)->file, saved.first);
+    EXPECT_EQ(saved.checkpoints.load_latest(saved.run.state)->path, saved.first);
     EXPECT_THAT(saved.warnings, ElementsAre(HasSubstr("cannot be opened")));
     EXPECT_TRUE(saved.run.is(1));
   }
@@ -274,7 +275,7 @@ TEST(CheckpointDamage, AFileByTorchSaveIsNotCalledDamaged) {
   torch::save(torch::nn::Linear(2, 2), file.string());
   EXPECT_THAT(message_of([&] { mezzo::load_checkpoint(file, run.state); }),
               AllOf(HasSubstr(file.string()), HasSubstr("is not a checkpoint"),
-                    HasSubstr("torch::load"), Not(HasSubstr("damaged"))));
+                    HasSubstr("torch::load"), Not(HasSubstr("corrupt"))));
   put_pipe(temp_dir.path() / "pipe");
   EXPECT_THAT(message_of([&] { mezzo::load_checkpoint(temp_dir.path() / "pipe", run.state); }),
               HasSubstr("it is not a regular file"));
@@ -285,8 +286,8 @@ TEST(CheckpointDamage, AFileOfAnotherKindIsNotCalledDamaged) {
   write_file(saved.second, "%PDF-1.7, a document that was saved under the wrong name");
   EXPECT_THAT(
       message_of([&] { mezzo::load_checkpoint(saved.second, saved.run.state); }),
-      AllOf(HasSubstr("is not a checkpoint (it is not a zip file)"), Not(HasSubstr("damaged"))));
-  EXPECT_EQ(saved.checkpoints.load_newest(saved.run.state)->file, saved.first);
+      AllOf(HasSubstr("is not a checkpoint (it is not a zip file)"), Not(HasSubstr("corrupt"))));
+  EXPECT_EQ(saved.checkpoints.load_latest(saved.run.state)->path, saved.first);
 }
 
 TEST(CheckpointDamage, ACheckpointWithAnotherBeginningIsDamaged) {
@@ -295,17 +296,17 @@ TEST(CheckpointDamage, ACheckpointWithAnotherBeginningIsDamaged) {
   bytes.replace(0, 4, "....");
   write_file(saved.second, bytes);
   EXPECT_THAT(message_of([&] { mezzo::load_checkpoint(saved.second, saved.run.state); }),
-              HasSubstr("is damaged"));
+              HasSubstr("is corrupt"));
 }
 
 TEST(CheckpointDamage, ADamagedFileTakesNoWholeOnesPlaceWhenOldOnesAreRemoved) {
   TwoSaved saved;
   write_file(saved.second, "");
-  saved.checkpoints.load_newest(saved.run.state);
+  saved.checkpoints.load_latest(saved.run.state);
   const auto third = save(saved.checkpoints, saved.run, 3);
-  EXPECT_THAT(saved.checkpoints.files(), ElementsAre(third, saved.second, saved.first));
+  EXPECT_THAT(saved.checkpoints.checkpoints(), ElementsAre(third, saved.second, saved.first));
   const auto fourth = save(saved.checkpoints, saved.run, 4);
-  EXPECT_THAT(saved.checkpoints.files(), ElementsAre(fourth, third));
+  EXPECT_THAT(saved.checkpoints.checkpoints(), ElementsAre(fourth, third));
 }
 
 TEST(CheckpointDamage, WithoutAWholeFileThereIsNoFreshStart) {
@@ -360,7 +361,7 @@ struct Faults {
     };
     calls.fsync = [this, real = calls.fsync](int file) { return fails("fsync") ? -1 : real(file); };
     calls.close = [this, real = calls.close](int file) {
-      if (file != created) return real(file);  // of a file that is read, or of a folder
+      if (file != created) return real(file);  // of a file that is read, or of a directory
       created = -1;
       const bool is_refused = fails("close");
       return real(file) == 0 && !is_refused ? 0 : -1;
@@ -380,7 +381,7 @@ struct Faults {
 /// 2 MB, so that there are several writes.
 constexpr int64_t kLarge = 1 << 18;
 
-TEST(CheckpointFaults, TheFileIsFlushedBeforeItIsRenamedAndTheFolderAfter) {
+TEST(CheckpointFaultInjection, TheFileIsFlushedBeforeItIsRenamedAndTheFolderAfter) {
   const TempDir temp_dir;
   Faults faults;
   CheckpointManager checkpoints(temp_dir.path());
@@ -411,7 +412,7 @@ bool survives(const std::string& name, int number, int error, bool is_short) {
     CheckpointManager checkpoints(temp_dir.path(), hearing(warnings));
     const ScopedSyscalls failing(faults.calls());
     run.set(2);
-    const std::string message = message_of([&] { file = checkpoints.save(run.state, 2).file; });
+    const std::string message = message_of([&] { file = checkpoints.save(run.state, 2).path; });
     saved = message == kNoError;
     if (!saved) {
       EXPECT_THAT(message, HasSubstr(std::strerror(error)));
@@ -421,10 +422,10 @@ bool survives(const std::string& name, int number, int error, bool is_short) {
   const bool came_to_it = std::count(faults.log.begin(), faults.log.end(), name) >= number;
   CheckpointManager checkpoints(temp_dir.path());
   run.set(9);
-  EXPECT_TRUE(checkpoints.load_newest(run.state));
+  EXPECT_TRUE(checkpoints.load_latest(run.state));
   EXPECT_TRUE(run.is(saved ? 2 : 1)) << name << ' ' << number;
-  EXPECT_EQ(checkpoints.files().size(), saved ? 2U : 1U);
-  // What may fail and still leave a saved file: closing it, and the flush of the folder.
+  EXPECT_EQ(checkpoints.checkpoints().size(), saved ? 2U : 1U);
+  // What may fail and still leave a saved file: closing it, and the flush of the directory.
   if (came_to_it && saved) {
     EXPECT_THAT(warnings, ElementsAre(HasSubstr("is not known")));
   }
@@ -433,7 +434,7 @@ bool survives(const std::string& name, int number, int error, bool is_short) {
   return came_to_it;
 }
 
-TEST(CheckpointFaults, WhicheverCallFailsTheOldOrTheNewStateIsWhole) {
+TEST(CheckpointFaultInjection, WhicheverCallFailsTheOldOrTheNewStateIsWhole) {
   for (const std::string name : {"open", "create", "write", "fsync", "close", "rename"}) {
     int number = 1;
     while (survives(name, number, name == "write" ? ENOSPC : EIO, false) && number < 20) ++number;
@@ -442,14 +443,14 @@ TEST(CheckpointFaults, WhicheverCallFailsTheOldOrTheNewStateIsWhole) {
   }
 }
 
-TEST(CheckpointFaults, ShortWritesAreContinuedAndAFailureAfterOneIsNoticed) {
+TEST(CheckpointFaultInjection, ShortWritesAreContinuedAndAFailureAfterOneIsNoticed) {
   int number = 1;
   while (survives("write", number, EIO, /*is_short=*/true) && number < 20) ++number;
   EXPECT_GT(number, 6);
   EXPECT_LT(number, 20);
 }
 
-TEST(CheckpointFaults, CallsThatASignalInterruptsAreRepeated) {
+TEST(CheckpointFaultInjection, CallsThatASignalInterruptsAreRepeated) {
   const TempDir temp_dir;
   Training run, read;
   Syscalls calls = libc_syscalls();
@@ -464,12 +465,12 @@ TEST(CheckpointFaults, CallsThatASignalInterruptsAreRepeated) {
   const ScopedSyscalls failing(calls);
   CheckpointManager checkpoints(temp_dir.path());
   save(checkpoints, run, 3);
-  EXPECT_TRUE(checkpoints.load_newest(read.state).has_value());
+  EXPECT_TRUE(checkpoints.load_latest(read.state).has_value());
   EXPECT_TRUE(read.is(3));
   EXPECT_GT(interrupted, 4);
 }
 
-/// With every flush of a folder failing.
+/// With every flush of a directory failing.
 Syscalls without_folder_flush(int error) {
   Syscalls calls = libc_syscalls();
   calls.fsync = [error](int file) {
@@ -482,17 +483,17 @@ Syscalls without_folder_flush(int error) {
   return calls;
 }
 
-TEST(CheckpointFaults, AFolderThatCannotBeFlushedIsToldOnce) {
+TEST(CheckpointFaultInjection, AFolderThatCannotBeFlushedIsToldOnce) {
   for (const int error : {EINVAL, EACCES, EIO}) {
     const ScopedSyscalls failing(without_folder_flush(error));
     TwoSaved saved;
     for (int64_t value = 3; value < 9; ++value) save(saved.checkpoints, saved.run, value);
-    EXPECT_EQ(saved.checkpoints.files().size(), 2U);
+    EXPECT_EQ(saved.checkpoints.checkpoints().size(), 2U);
     EXPECT_THAT(saved.warnings, ElementsAre(HasSubstr("whether it would survive a crash")));
   }
 }
 
-TEST(CheckpointFaults, TheNamesOfNewFoldersAreFlushedToo) {
+TEST(CheckpointFaultInjection, TheNamesOfNewFoldersAreFlushedToo) {
   const TempDir temp_dir;
   Training run;
   std::vector<std::string> warnings;
@@ -508,7 +509,7 @@ TEST(CheckpointFaults, TheNamesOfNewFoldersAreFlushedToo) {
   EXPECT_THAT(warnings, ElementsAre(HasSubstr("whether it would survive a crash")));
 }
 
-TEST(CheckpointFaults, TemporariesOfKilledProcessesAreRemovedByTheNextWriter) {
+TEST(CheckpointFaultInjection, TemporariesOfKilledProcessesAreRemovedByTheNextWriter) {
   const TempDir temp_dir;
   const auto left = temp_dir.path() / ".best.pt.0.tmp",
              of_0_2 = temp_dir.path() / ".best.pt.471.tmp",
@@ -526,7 +527,7 @@ TEST(CheckpointFaults, TemporariesOfKilledProcessesAreRemovedByTheNextWriter) {
   ::close(writer);
 }
 
-TEST(CheckpointFaults, ThreadsThatSaveOnePathAtATimeLeaveOneWholeFile) {
+TEST(CheckpointFaultInjection, ThreadsThatSaveOnePathAtATimeLeaveOneWholeFile) {
   const TempDir temp_dir;
   const auto file = temp_dir.path() / "best.pt";
   std::vector<std::string> errors(4, kNoError);
@@ -549,7 +550,7 @@ TEST(CheckpointFaults, ThreadsThatSaveOnePathAtATimeLeaveOneWholeFile) {
   EXPECT_THAT(temporaries_in(temp_dir.path()), IsEmpty());
 }
 
-TEST(CheckpointFaults, AReadErrorFallsBackLikeDamage) {
+TEST(CheckpointFaultInjection, AReadErrorFallsBackLikeDamage) {
   TwoSaved saved;
   Syscalls calls = libc_syscalls();
   int reads = 0;
@@ -559,14 +560,14 @@ TEST(CheckpointFaults, AReadErrorFallsBackLikeDamage) {
     return -1;
   };
   const ScopedSyscalls failing(calls);
-  EXPECT_EQ(saved.checkpoints.load_newest(saved.run.state)->step, 1);
+  EXPECT_EQ(saved.checkpoints.load_latest(saved.run.state)->step, 1);
   EXPECT_THAT(saved.warnings, ElementsAre(HasSubstr("cannot be read: Input/output error")));
 }
 
-TEST(CheckpointFaults, AFileThatItsWriterRemovesBeforeItIsOpenedIsNoError) {
+TEST(CheckpointFaultInjection, AFileThatItsWriterRemovesBeforeItIsOpenedIsNoError) {
   const TempDir temp_dir;
   Training run, read;
-  CheckpointManager writer(temp_dir.path(), {.keep = 1}), reader(temp_dir.path());
+  CheckpointManager writer(temp_dir.path(), {.max_to_keep = 1}), reader(temp_dir.path());
   save(writer, run, 1);
   bool is_first = true;
   Syscalls calls = libc_syscalls();
@@ -575,12 +576,12 @@ TEST(CheckpointFaults, AFileThatItsWriterRemovesBeforeItIsOpenedIsNoError) {
     return real(path, flags, mode);
   };
   const ScopedSyscalls saving(calls);
-  EXPECT_EQ(reader.load_newest(read.state)->step, 2);
+  EXPECT_EQ(reader.load_latest(read.state)->step, 2);
   EXPECT_TRUE(read.is(2));
 }
 
 /// Saves in a child that is killed: in a call of `faults`, or after a while.
-void save_in_killed_child(const std::filesystem::path& folder, int64_t value, Faults faults,
+void save_in_killed_child(const std::filesystem::path& directory, int64_t value, Faults faults,
                           std::optional<std::chrono::microseconds> lifetime = std::nullopt) {
   const pid_t child = ::fork();
   ASSERT_GE(child, 0);
@@ -588,7 +589,7 @@ void save_in_killed_child(const std::filesystem::path& folder, int64_t value, Fa
     at::set_num_threads(1);  // the parent's pool has no threads here
     ::alarm(60);             // should the call never come
     Training run(kLarge);
-    CheckpointManager checkpoints(folder);
+    CheckpointManager checkpoints(directory);
     const ScopedSyscalls failing(faults.calls());
     for (int64_t next = value;; ++next) save(checkpoints, run, next);
   }
@@ -601,12 +602,12 @@ void save_in_killed_child(const std::filesystem::path& folder, int64_t value, Fa
   EXPECT_TRUE(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL);
 }
 
-/// The newest is whole, not older than `at_least`, and nothing is damaged. Returns its value.
-int64_t newest_whole(const std::filesystem::path& folder, int64_t at_least) {
+/// The newest is whole, not older than `at_least`, and nothing is corrupt. Returns its value.
+int64_t newest_whole(const std::filesystem::path& directory, int64_t at_least) {
   std::vector<std::string> warnings;
   Training run(kLarge);
-  CheckpointManager checkpoints(folder, hearing(warnings));
-  const auto loaded = checkpoints.load_newest(run.state);
+  CheckpointManager checkpoints(directory, hearing(warnings));
+  const auto loaded = checkpoints.load_latest(run.state);
   EXPECT_TRUE(loaded && run.is(loaded->step));
   EXPECT_GE(run.position, at_least);
   EXPECT_THAT(warnings, IsEmpty());
@@ -631,7 +632,7 @@ TEST(CheckpointKills, AKillInAnyCallLeavesTheOldOrTheNewStateWhole) {
     CheckpointManager checkpoints(temp_dir.path());
     save(checkpoints, run, value + 1);
     EXPECT_THAT(temporaries_in(temp_dir.path()), IsEmpty()) << "what the killed ones left";
-    EXPECT_EQ(checkpoints.files().size(), 2U);
+    EXPECT_EQ(checkpoints.checkpoints().size(), 2U);
   }
 }
 

@@ -16,7 +16,7 @@ using mezzo::ScriptModule;
 using mezzo::TrainingState;
 using test_support::script_model;
 
-TEST(CheckpointOfScript, ComesBackInTheScriptAndInTheSameModelInCpp) {
+TEST(CheckpointTorchScript, ComesBackInTheScriptAndInTheSameModelInCpp) {
   const test_support::TempDir temp_dir;
   auto saved = script_model(1), loaded = script_model(2);
   saved.forward({torch::randn({2, 3, 6, 6})});
@@ -24,7 +24,7 @@ TEST(CheckpointOfScript, ComesBackInTheScriptAndInTheSameModelInCpp) {
   ScriptModule of_saved(saved), of_loaded(loaded);
   from.add("model", of_saved);
   to.add("model", of_loaded);
-  const auto file = mezzo::CheckpointManager(temp_dir.path()).save(from, 5).file;
+  const auto file = mezzo::CheckpointManager(temp_dir.path()).save(from, 5).path;
 
   const auto held = loaded.attr("out").toModule().attr("weight").toTensor();
   mezzo::load_checkpoint(file, to);

@@ -182,7 +182,7 @@ TEST(Checkpoint, SaveWarnsOnceOfABufferThatIsNotFinite) {
   state.add("model", model);
   std::vector<std::string> warnings;
   mezzo::CheckpointManager manager(
-      temp_dir.path() / "folder",
+      temp_dir.path() / "directory",
       {.on_warning = [&](const std::string& text) { warnings.push_back(text); }});
   manager.save(state, 1);
   EXPECT_THAT(warnings, testing::IsEmpty());
@@ -195,8 +195,8 @@ TEST(Checkpoint, SaveWarnsOnceOfABufferThatIsNotFinite) {
 TEST(Checkpoint, TheSameStateOfOptimizersIsTheSameFile) {
   const TempDir first, second;
   const SameRun one(1), other(100000);
-  const auto file = CheckpointManager(first.path()).save(one.state, 2).file;
-  const auto same = CheckpointManager(second.path()).save(other.state, 2).file;
+  const auto file = CheckpointManager(first.path()).save(one.state, 2).path;
+  const auto same = CheckpointManager(second.path()).save(other.state, 2).path;
   EXPECT_EQ(test_support::read_file(file), test_support::read_file(same));
 }
 
@@ -204,10 +204,10 @@ TEST(Checkpoint, ValuesOfEveryKindComeBack) {
   const TempDir temp_dir;
   Values saved, loaded;
   const auto file = CheckpointManager(temp_dir.path()).save(saved.state, 0);
-  EXPECT_LT(file.bytes, 20000U) << "a view takes its own bytes, not its storage's";
+  EXPECT_LT(file.size_bytes, 20000U) << "a view takes its own bytes, not its storage's";
   loaded.integer = 0, loaded.small = 0, loaded.flag = false, loaded.real = 0, loaded.text = "";
   loaded.tensor = torch::Tensor();
-  mezzo::load_checkpoint(file.file, loaded.state);
+  mezzo::load_checkpoint(file.path, loaded.state);
   EXPECT_EQ(loaded.integer, saved.integer);
   EXPECT_EQ(loaded.small, 200);
   EXPECT_TRUE(loaded.flag);
@@ -237,7 +237,7 @@ TEST(Checkpoint, TensorsOfAnyKindComeBackOverOthersAndWhereThereWasNone) {
     const TempDir temp_dir;
     torch::Tensor given = saved, over = saved.clone(), none;
     const auto file =
-        CheckpointManager(temp_dir.path()).save(TrainingState().add("x", given), 0).file;
+        CheckpointManager(temp_dir.path()).save(TrainingState().add("x", given), 0).path;
     if (!over.is_sparse() && !over.is_quantized()) over.zero_();
     mezzo::load_checkpoint(file, TrainingState().add("x", over));
     mezzo::load_checkpoint(file, TrainingState().add("x", none));
@@ -262,7 +262,7 @@ TEST(Checkpoint, ViewsAreSavedWithoutTheirStorage) {
   auto module = std::make_shared<Holder>(large);
   TrainingState state;
   state.add("tensor", view).add("tensors", views).add("module", module);
-  EXPECT_LT(CheckpointManager(temp_dir.path()).save(state, 0).bytes, 20000U);
+  EXPECT_LT(CheckpointManager(temp_dir.path()).save(state, 0).size_bytes, 20000U);
 }
 
 TEST(Checkpoint, AModuleGivenToItsHolderLaterIsTheOneThatIsSavedAndLoaded) {
@@ -273,7 +273,7 @@ TEST(Checkpoint, AModuleGivenToItsHolderLaterIsTheOneThatIsSavedAndLoaded) {
   state.add("model", model);
   model = torch::nn::Linear(1, 1);
   const torch::Tensor weight = model->weight.detach().clone();
-  const auto file = CheckpointManager(temp_dir.path()).save(state, 0).file;
+  const auto file = CheckpointManager(temp_dir.path()).save(state, 0).path;
   model = torch::nn::Linear(1, 1);
   mezzo::load_checkpoint(file, state);
   EXPECT_TRUE(torch::equal(model->weight, weight));
@@ -286,9 +286,9 @@ std::string error_between(const TrainingState& saver, const TrainingState& loade
                           const mezzo::LoadOptions& options = {}) {
   const TempDir temp_dir;
   CheckpointManager checkpoints(temp_dir.path());
-  const auto file = checkpoints.save(saver, 0).file;
+  const auto file = checkpoints.save(saver, 0).path;
   std::string error = message_of([&] { mezzo::load_checkpoint(file, loader, options); });
-  EXPECT_EQ(message_of([&] { checkpoints.load_newest(loader, options); }), error);
+  EXPECT_EQ(message_of([&] { checkpoints.load_latest(loader, options); }), error);
   EXPECT_EQ(message_of([&] { checkpoints.load(loader, 0, options); }), error);
   return error;
 }
@@ -299,7 +299,7 @@ TEST(Checkpoint, NamesThatAreMissingOrExtraAreNamed) {
                             TrainingState().add("a", a).add("c", c)),
               AllOf(HasSubstr("lacks \"c\""), HasSubstr("has \"b\""), HasSubstr("nothing was")));
   EXPECT_EQ(error_between(TrainingState().add("a", b).add("b", b), TrainingState().add("a", a),
-                          {.subset = true}),
+                          {.ignore_unexpected = true}),
             "no error");
   EXPECT_EQ(a, 2);
 }
@@ -490,7 +490,7 @@ TEST(Checkpoint, IsLoadedInTheMiddleOfAnIterationThatIsGivenUp) {
   const torch::Tensor saved = model->weight.detach().clone();
   backward();
   scaler.unscale_(optimizer);
-  checkpoints.load_newest(state);
+  checkpoints.load_latest(state);
   EXPECT_TRUE(torch::equal(model->weight, saved));
   backward();
   scaler.unscale_(optimizer);
@@ -503,7 +503,7 @@ TEST(Checkpoint, AnObjectThatCannotBeSavedIsNamedAndLeavesTheFolderAsItWas) {
   CheckpointManager checkpoints(temp_dir.path());
   EXPECT_THAT(message_of([&] { checkpoints.save(TrainingState().add("order", undefined), 1); }),
               HasSubstr("\"order\" cannot be saved: the tensor is undefined"));
-  EXPECT_TRUE(checkpoints.files().empty());
+  EXPECT_TRUE(checkpoints.checkpoints().empty());
 }
 
 /// A module with one parameter, or one buffer.
@@ -523,7 +523,7 @@ std::string save_error(const std::string& name, const torch::Tensor& tensor, boo
   Holder saved(name, tensor, is_buffer), loaded(name, tensor.clone(), is_buffer);
   std::filesystem::path file;
   const std::string error = message_of([&] {
-    file = CheckpointManager(temp_dir.path()).save(TrainingState().add("m", saved), 0).file;
+    file = CheckpointManager(temp_dir.path()).save(TrainingState().add("m", saved), 0).path;
   });
   if (file.empty()) return error;
   for (const torch::Tensor& parameter : loaded.parameters()) parameter.detach().zero_();
@@ -586,9 +586,9 @@ TEST(Checkpoint, AveragesAreNeitherSavedNorOverwrittenAsTrainingWeights) {
     const mezzo::EmaGuard averaged(ema);
     const auto is_named = HasSubstr("holds an average, for an EmaGuard is alive");
     EXPECT_THAT(message_of([&] { checkpoints.save(*state, 2); }), is_named);
-    EXPECT_THAT(message_of([&] { checkpoints.load_newest(*state); }), is_named);
-    EXPECT_EQ(checkpoints.files().size(), 1U);
-    std::filesystem::remove(checkpoints.files()[0]);
+    EXPECT_THAT(message_of([&] { checkpoints.load_latest(*state); }), is_named);
+    EXPECT_EQ(checkpoints.checkpoints().size(), 1U);
+    std::filesystem::remove(checkpoints.checkpoints()[0]);
   }
 }
 
@@ -616,8 +616,9 @@ TEST(Checkpoint, EnginesOfTheStandardLibraryAndVectorsOfIntegersComeBack) {
   order[0] = 128;
   mezzo::save_checkpoint(file, state);
   const auto error = [&](const std::string& name, auto& object) {
-    return message_of(
-        [&] { mezzo::load_checkpoint(file, TrainingState().add(name, object), {.subset = true}); });
+    return message_of([&] {
+      mezzo::load_checkpoint(file, TrainingState().add(name, object), {.ignore_unexpected = true});
+    });
   };
   EXPECT_THAT(error("engine", wider), HasSubstr("the state of another engine"));
   EXPECT_EQ(wider, std::mt19937_64()) << "everything is as it was before";
@@ -648,7 +649,7 @@ TEST(Checkpoint, RealNumbersAndMapsOfThemComeBack) {
   std::vector<int> integers;
   EXPECT_THAT(message_of([&] {
                 mezzo::load_checkpoint(file, TrainingState().add("losses", integers),
-                                       {.subset = true});
+                                       {.ignore_unexpected = true});
               }),
               HasSubstr("a vector of integers here"));
 }
@@ -791,13 +792,14 @@ TEST(Checkpoint, WrongArgumentsAreNamed) {
               HasSubstr("\"a\" is given twice"));
   EXPECT_THAT(message_of([&] { TrainingState().add("", value); }), HasSubstr("name is empty"));
   EXPECT_THAT(message_of([&] { TrainingState().add("mezzo", value); }), HasSubstr("take another"));
-  EXPECT_THAT(message_of([&] { CheckpointManager("x", {.keep = 0}); }), HasSubstr("keep is 0"));
+  EXPECT_THAT(message_of([&] { CheckpointManager("x", {.max_to_keep = 0}); }),
+              HasSubstr("keep is 0"));
   const TempDir temp_dir;
   EXPECT_THAT(message_of([&] {
                 CheckpointManager(temp_dir.path()).save(TrainingState().add("a", value), -1);
               }),
               HasSubstr("step is -1"));
-  EXPECT_THAT(message_of([&] { CheckpointManager(temp_dir.path()).load_newest({}); }),
+  EXPECT_THAT(message_of([&] { CheckpointManager(temp_dir.path()).load_latest({}); }),
               HasSubstr("the state is empty"));
 }
 

@@ -6,8 +6,8 @@
 #include <mezzo/base/detail/rng_state.h>
 #include <mezzo/base/tensors_by_name.h>
 #include <mezzo/base/version.h>
-#include <mezzo/checkpoint/detail/archive_value.h>
-#include <mezzo/checkpoint/detail/part_of.h>
+#include <mezzo/checkpoint/detail/archive_conversion.h>
+#include <mezzo/checkpoint/detail/stateful.h>
 #include <mezzo/optim/detail/fused_optimizer_base.h>
 #include <mezzo/optim/detail/optimizer_archive.h>
 #include <mezzo/optim/optimizer_ref.h>
@@ -39,7 +39,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 /// Returns the tensor to be written: a view is copied, so that only its own elements are saved.
-inline at::Tensor savable(const at::Tensor& tensor) {
+inline at::Tensor detach_for_saving(const at::Tensor& tensor) {
   const at::Tensor detached = tensor.detach();
   const bool is_whole =
       detached.layout() != at::kStrided || detached.storage().nbytes() == detached.nbytes();
@@ -49,7 +49,7 @@ inline at::Tensor savable(const at::Tensor& tensor) {
 // --- Modules, and tensors whose memory stays -----------------------------------------------------
 
 /// Returns the tensors of a module under the names that Python's `state_dict` gives them.
-inline TensorsByName state_dict_of(const torch::nn::Module& module) {
+inline TensorsByName get_state_dict(const torch::nn::Module& module) {
   TensorsByName tensors = module.named_parameters().pairs();
   const TensorsByName buffers = module.named_buffers().pairs();
   tensors.insert(tensors.end(), buffers.begin(), buffers.end());
@@ -57,7 +57,7 @@ inline TensorsByName state_dict_of(const torch::nn::Module& module) {
   return tensors;
 }
 
-inline std::string shape_words(const at::Tensor& tensor) {
+inline std::string describe_dtype_and_shape(const at::Tensor& tensor) {
   return c10::str(dtype_name(tensor.scalar_type()), " ", tensor.sizes());
 }
 
@@ -70,11 +70,11 @@ inline std::vector<at::Tensor> check_state_dict(const c10::IValue& value,
   for (const auto& [name, tensor] : own) {
     TORCH_CHECK(found.contains(name), "the file lacks \"", name, "\"");
     const c10::IValue saved = found.at(name);
-    TORCH_CHECK(saved.isTensor(), "\"", name, "\" is ", value_words(saved), " in the file");
+    TORCH_CHECK(saved.isTensor(), "\"", name, "\" is ", describe_type(saved), " in the file");
     const at::Tensor read = saved.toTensor();
     TORCH_CHECK(read.scalar_type() == tensor.scalar_type() && read.sizes() == tensor.sizes(), "\"",
-                name, "\" is ", shape_words(read), " in the file, and ", shape_words(tensor),
-                " here");
+                name, "\" is ", describe_dtype_and_shape(read), " in the file, and ",
+                describe_dtype_and_shape(tensor), " here");
     TORCH_CHECK(read.layout() == tensor.layout(), "\"", name, "\" is ", read.layout(),
                 " in the file, and ", tensor.layout(), " here");
     values.push_back(read);
@@ -92,26 +92,26 @@ inline std::vector<at::Tensor> check_state_dict(const c10::IValue& value,
 }
 
 /// The part of tensors that `tensors` returns. Loading copies into their memory.
-inline CheckpointPart named_tensors_part(const std::function<TensorsByName()>& tensors) {
-  return {
-      .save =
-          [tensors](const ParameterNames&) {
-            PythonDict values = python_dict();
-            for (const auto& [name, tensor] : tensors()) values.insert(name, savable(tensor));
-            return c10::IValue(values);
-          },
-      .load = [tensors](const c10::IValue& value, const ParameterNames&) -> CheckpointPart::Apply {
-        auto own = tensors();
-        auto values = check_state_dict(value, own);
-        return [own = std::move(own), values = std::move(values)] {
-          for (std::size_t i = 0; i < own.size(); ++i) own[i].second.copy_(values[i]);
-        };
-      }};
+inline Stateful make_stateful_named_tensors(const std::function<TensorsByName()>& tensors) {
+  return {.save =
+              [tensors](const ParameterFqns&) {
+                PythonDict values = make_dict();
+                for (const auto& [name, tensor] : tensors())
+                  values.insert(name, detach_for_saving(tensor));
+                return c10::IValue(values);
+              },
+          .load = [tensors](const c10::IValue& value, const ParameterFqns&) -> Stateful::Apply {
+            auto own = tensors();
+            auto values = check_state_dict(value, own);
+            return [own = std::move(own), values = std::move(values)] {
+              for (std::size_t i = 0; i < own.size(); ++i) own[i].second.copy_(values[i]);
+            };
+          }};
 }
 
 /// The part of the module that `find` returns when a checkpoint is saved or loaded.
-MEZZO_INLINE CheckpointPart
-module_part(const std::function<std::shared_ptr<torch::nn::Module>()>& find) {
+MEZZO_INLINE Stateful
+make_stateful_module(const std::function<std::shared_ptr<torch::nn::Module>()>& find) {
   const auto module = [find] {
     auto found = find();
     TORCH_CHECK(found != nullptr,
@@ -120,14 +120,14 @@ module_part(const std::function<std::shared_ptr<torch::nn::Module>()>& find) {
     return found;
   };
   module();
-  CheckpointPart part = named_tensors_part([module] { return state_dict_of(*module()); });
-  part.parameters = [module] { return module()->named_parameters().pairs(); };
-  part.state_dict = [module] { return state_dict_of(*module()); };
-  return part;
+  Stateful stateful = make_stateful_named_tensors([module] { return get_state_dict(*module()); });
+  stateful.parameters = [module] { return module()->named_parameters().pairs(); };
+  stateful.state_dict = [module] { return get_state_dict(*module()); };
+  return stateful;
 }
 
-MEZZO_INLINE CheckpointPart tensors_part(std::vector<at::Tensor>& tensors) {
-  return named_tensors_part([&tensors] {
+MEZZO_INLINE Stateful make_stateful_tensors(std::vector<at::Tensor>& tensors) {
+  return make_stateful_named_tensors([&tensors] {
     TensorsByName all;
     for (const at::Tensor& one : tensors) {
       const std::string name = std::to_string(all.size());
@@ -153,7 +153,7 @@ inline std::string archive_class_name(const OptimizerRef& optimizer) {
 
 /// Returns how an optimizer of mezzo's keeps its 16-bit weights; empty for one without, and for
 /// other optimizers.
-inline std::string storage_in_files(const torch::optim::Optimizer& optimizer) {
+inline std::string weight_storage_name(const torch::optim::Optimizer& optimizer) {
   const auto* const fused = dynamic_cast<const FusedOptimizerBase*>(&optimizer);
   const auto& groups = optimizer.param_groups();
   const bool has_low = std::any_of(groups.begin(), groups.end(), [](const auto& group) {
@@ -169,7 +169,7 @@ inline std::string storage_in_files(const torch::optim::Optimizer& optimizer) {
 
 /// Returns the shape of a parameter and, if the state has its module, the first of its names:
 /// "[3, 2] model.0.weight".
-inline std::string parameter_words(const at::Tensor& parameter, const ParameterNames& names) {
+inline std::string parameter_signature(const at::Tensor& parameter, const ParameterFqns& names) {
   std::string words;
   for (const std::int64_t size : parameter.sizes()) {
     words += (words.empty() ? "" : ", ") + std::to_string(size);
@@ -179,15 +179,15 @@ inline std::string parameter_words(const at::Tensor& parameter, const ParameterN
 }
 
 /// Whether two parameters have the same shape and, where both have one, the same name.
-inline bool may_be_same(std::string_view a, std::string_view b) {
+inline bool are_compatible_signatures(std::string_view a, std::string_view b) {
   if (a.size() > b.size()) std::swap(a, b);
   return a == b || (b.starts_with(a) && a.ends_with(']'));
 }
 
 /// Checks the options of a group of Python's against the optimizer.
 inline void check_python_options(const c10::IValue& group, const std::string& name) {
-  const c10::IValue decoupled = item(group, "decoupled_weight_decay"),
-                    maximizes = item(group, "maximize");
+  const c10::IValue decoupled = get_item(group, "decoupled_weight_decay"),
+                    maximizes = get_item(group, "maximize");
   const bool is_adamw = decoupled.isBool() && decoupled.toBool();
   TORCH_CHECK(decoupled.isNone() || is_adamw == (name == "AdamW"), "it is the state of ",
               is_adamw ? "AdamW" : "Adam", " in the file, and of ", name, " here");
@@ -196,38 +196,38 @@ inline void check_python_options(const c10::IValue& group, const std::string& na
 }
 
 /// The key of an archive that does not have the layout of torch::optim's; stored unchanged.
-inline constexpr const char* kOwnArchive = "archive";
+inline constexpr const char* kCustomArchiveKey = "archive";
 
 /// Returns the archive that an optimizer's `load` takes, from a file's value.
 inline torch::serialize::InputArchive optimizer_archive(const c10::IValue& saved,
                                                         const OptimizerRef& optimizer) {
-  const c10::IValue own = item(saved, kOwnArchive);
+  const c10::IValue own = get_item(saved, kCustomArchiveKey);
   std::size_t most_keys = own.isNone() ? 1000 : 10000;  // and one for each parameter
   for (const auto& group : optimizer.optimizer().param_groups()) most_keys += group.params().size();
-  return archive_of(archive_form(own.isNone() ? saved : own), most_keys);
+  return dict_to_archive(to_archive_dict(own.isNone() ? saved : own), most_keys);
 }
 
-/// Returns a description of each parameter of an optimizer in the file, by group: parameter_words
-/// in mezzo's files; in Python's the shape of a moment, or an empty string.
-inline std::vector<std::vector<std::string>> saved_parameters(const c10::IValue& saved,
-                                                              const c10::IValue& inner) {
+/// Returns a description of each parameter of an optimizer in the file, by group:
+/// parameter_signature in mezzo's files; in Python's the shape of a moment, or an empty string.
+inline std::vector<std::vector<std::string>> read_parameter_signatures(const c10::IValue& saved,
+                                                                       const c10::IValue& inner) {
   std::vector<std::vector<std::string>> groups;
-  const c10::IValue words = item(saved, "parameters");
-  if (words.isList() && item(saved, "class").isString()) {
+  const c10::IValue words = get_item(saved, "parameters");
+  if (words.isList() && get_item(saved, "class").isString()) {
     for (const c10::IValue& group : words.toListRef()) {
       std::vector<std::string>& all = groups.emplace_back();
       for (const c10::IValue& one : group.toListRef()) all.push_back(one.toStringRef());
     }
     return groups;
   }
-  for (const c10::IValue& group : item(inner, "param_groups").toListRef()) {
+  for (const c10::IValue& group : get_item(inner, "param_groups").toListRef()) {
     std::vector<std::string>& all = groups.emplace_back();
-    for (const c10::IValue& number : item(group, "params").toListRef()) {
+    for (const c10::IValue& number : get_item(group, "params").toListRef()) {
       std::string& one = all.emplace_back();
-      const c10::IValue state = item(item(inner, "state"), number);
+      const c10::IValue state = get_item(get_item(inner, "state"), number);
       for (const char* key : {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"}) {
-        const c10::IValue moment = item(state, key);
-        if (moment.isTensor()) one = parameter_words(moment.toTensor(), {});
+        const c10::IValue moment = get_item(state, key);
+        if (moment.isTensor()) one = parameter_signature(moment.toTensor(), {});
       }
     }
   }
@@ -236,17 +236,17 @@ inline std::vector<std::vector<std::string>> saved_parameters(const c10::IValue&
 
 /// Checks a file's state of an optimizer, of mezzo's or Python's, against the optimizer.
 inline void check_optimizer(const c10::IValue& saved, const OptimizerRef& any,
-                            const ParameterNames& names) {
-  const bool has_own_archive = item(saved, kOwnArchive).isGenericDict();
-  const c10::IValue inner = is_optimizer_state(saved) ? saved : item(saved, "optimizer");
+                            const ParameterFqns& names) {
+  const bool has_own_archive = get_item(saved, kCustomArchiveKey).isGenericDict();
+  const c10::IValue inner = is_optimizer_state(saved) ? saved : get_item(saved, "optimizer");
   check_value(has_own_archive || is_optimizer_state(inner), saved, "an optimizer's state");
-  const c10::IValue class_of_saved = item(saved, "class");  // Python's has none
+  const c10::IValue class_of_saved = get_item(saved, "class");  // Python's has none
   const std::string name = archive_class_name(any);
   TORCH_CHECK(class_of_saved.isNone() || class_of_saved.toStringRef() == name,
               "it is of the class ", class_of_saved.toStringRef(), " in the file, and ", name,
               " here. In C++: make the optimizer as it was saved, or leave it out of the state, "
-              "load with {.subset = true}, and begin its moments anew");
-  const auto groups = saved_parameters(saved, inner);
+              "load with {.ignore_unexpected = true}, and begin its moments anew");
+  const auto groups = read_parameter_signatures(saved, inner);
   const auto& own = any.optimizer().param_groups();
   TORCH_CHECK(groups.size() == own.size(), "it has ", groups.size(), " groups in the file, and ",
               own.size(), " here");
@@ -255,18 +255,18 @@ inline void check_optimizer(const c10::IValue& saved, const OptimizerRef& any,
     TORCH_CHECK(groups[group].size() == params.size(), "group ", group, " has ",
                 groups[group].size(), " parameters in the file, and ", params.size(), " here");
     if (class_of_saved.isNone()) {
-      check_python_options(item(inner, "param_groups").toListRef()[group], name);
+      check_python_options(get_item(inner, "param_groups").toListRef()[group], name);
     }
     for (std::size_t i = 0; i < params.size(); ++i) {
-      const std::string &there = groups[group][i], here = parameter_words(params[i], names);
-      TORCH_CHECK(there.empty() || may_be_same(there, here), "parameter ", i, " of group ", group,
-                  " is ", there, " in the file, and ", here,
+      const std::string &there = groups[group][i], here = parameter_signature(params[i], names);
+      TORCH_CHECK(there.empty() || are_compatible_signatures(there, here), "parameter ", i,
+                  " of group ", group, " is ", there, " in the file, and ", here,
                   " here (parameters need the order and the groups that they were saved with)");
     }
   }
   if (!class_of_saved.isNone()) {
-    const std::string& storage = item(saved, "weight_storage").toStringRef();
-    const std::string own_storage = storage_in_files(any.optimizer());
+    const std::string& storage = get_item(saved, "weight_storage").toStringRef();
+    const std::string own_storage = weight_storage_name(any.optimizer());
     TORCH_CHECK(
         storage == own_storage || storage.empty() || own_storage.empty() || storage == "plain",
         "the weight storage is ", storage, " in the file, and ", own_storage, " here");
@@ -282,24 +282,24 @@ inline void check_optimizer(const c10::IValue& saved, const OptimizerRef& any,
 
 /// Returns a copy of a value: the states of optimizers on the devices of their parameters, and
 /// other tensors on the CPU.
-inline c10::IValue copied(const c10::IValue& value,
-                          const std::vector<c10::Device>& of_parameters = {},
-                          c10::Device device = at::kCPU) {
+inline c10::IValue copy_to_devices(const c10::IValue& value,
+                                   const std::vector<c10::Device>& of_parameters = {},
+                                   c10::Device device = at::kCPU) {
   if (value.isTensor()) return value.toTensor().to(device, /*non_blocking=*/false, /*copy=*/true);
   if (value.isList()) {
-    auto list = python_list();
+    auto list = make_list();
     for (const c10::IValue& one : value.toListRef()) {
-      list.push_back(copied(one, of_parameters, device));
+      list.push_back(copy_to_devices(one, of_parameters, device));
     }
     return list;
   }
   if (!value.isGenericDict()) return value;
-  PythonDict dict = python_dict();
+  PythonDict dict = make_dict();
   for (const auto& entry : value.toGenericDict()) {
     const auto number = static_cast<std::size_t>(entry.key().isInt() ? entry.key().toInt() : -1);
     const bool is_state = number < of_parameters.size();  // {0: {"exp_avg": ...}}
-    dict.insert(entry.key(),
-                copied(entry.value(), of_parameters, is_state ? of_parameters[number] : device));
+    dict.insert(entry.key(), copy_to_devices(entry.value(), of_parameters,
+                                             is_state ? of_parameters[number] : device));
   }
   return dict;
 }
@@ -307,24 +307,23 @@ inline c10::IValue copied(const c10::IValue& value,
 // --- Other objects -----------------------------------------------------------------------------
 
 /// The part of an object that torch::save and torch::load accept. `check` throws what `take` would.
-MEZZO_INLINE CheckpointPart
-archive_part(const std::function<void(torch::serialize::OutputArchive&)>& put,
-             const std::function<void(torch::serialize::InputArchive&)>& take,
-             const std::function<void(torch::serialize::InputArchive&)>& check) {
+MEZZO_INLINE Stateful
+make_stateful_archive(const std::function<void(torch::serialize::OutputArchive&)>& put,
+                      const std::function<void(torch::serialize::InputArchive&)>& take,
+                      const std::function<void(torch::serialize::InputArchive&)>& check) {
   return {.save =
-              [put](const ParameterNames&) {
+              [put](const ParameterFqns&) {
                 const c10::NoGradGuard no_grad;
                 torch::serialize::OutputArchive archive;
                 put(archive);
-                return python_form(dict_of(module_in(archive)));
+                return to_python_state_dict(archive_to_dict(get_module(archive)));
               },
-          .load = [take, check](const c10::IValue& value,
-                                const ParameterNames&) -> CheckpointPart::Apply {
+          .load = [take, check](const c10::IValue& value, const ParameterFqns&) -> Stateful::Apply {
             check_value(value.isGenericDict(), value, "an object's dict");
-            auto archive = archive_of(archive_form(value));
+            auto archive = dict_to_archive(to_archive_dict(value));
             check(archive);
             return [take, value] {
-              auto copy = archive_of(archive_form(copied(value)));
+              auto copy = dict_to_archive(to_archive_dict(copy_to_devices(value)));
               take(copy);
             };
           },
@@ -336,15 +335,15 @@ archive_part(const std::function<void(torch::serialize::OutputArchive&)>& put,
 ///
 ///     {"state": ..., "param_groups": ..., "class": "AdamW", "weight_storage": "split_master",
 ///      "parameters": [["[3, 2] model.0.weight", "[3] model.0.bias"]]}
-MEZZO_INLINE CheckpointPart optimizer_part(const std::function<OptimizerRef()>& find) {
+MEZZO_INLINE Stateful make_stateful_optimizer(const std::function<OptimizerRef()>& find) {
   (void)find();  // throws for a null pointer
-  CheckpointPart part;
-  part.save = [find](const ParameterNames& names) {
+  Stateful stateful;
+  stateful.save = [find](const ParameterFqns& names) {
     const c10::NoGradGuard no_grad;
     const OptimizerRef optimizer = find();
     torch::serialize::OutputArchive archive;
     optimizer.save(archive);
-    PythonDict value = python_form(dict_of(module_in(archive))).toGenericDict();
+    PythonDict value = to_python_state_dict(archive_to_dict(get_module(archive))).toGenericDict();
     const std::string name = archive_class_name(optimizer);
     // A ShardedOptimizer writes on rank 0 alone.
     const bool is_sharded = dynamic_cast<optim::ShardedState*>(&optimizer.optimizer());
@@ -353,26 +352,25 @@ MEZZO_INLINE CheckpointPart optimizer_part(const std::function<OptimizerRef()>& 
                 "load functions as torch::optim's optimizers have them, or add its state by two "
                 "callables (add(name, save, load))");
     if (!is_sharded && !is_optimizer_state(value) &&
-        !is_optimizer_state(item(value, "optimizer"))) {
-      PythonDict own = python_dict();
-      own.insert(kOwnArchive, value);
+        !is_optimizer_state(get_item(value, "optimizer"))) {
+      PythonDict own = make_dict();
+      own.insert(kCustomArchiveKey, value);
       value = own;
     }
-    auto groups = python_list();
+    auto groups = make_list();
     for (const auto& group : optimizer.optimizer().param_groups()) {
-      auto parameters = python_list();
+      auto parameters = make_list();
       for (const at::Tensor& parameter : group.params()) {
-        parameters.push_back(parameter_words(parameter, names));
+        parameters.push_back(parameter_signature(parameter, names));
       }
       groups.push_back(parameters);
     }
     value.insert_or_assign("class", name);
-    value.insert_or_assign("weight_storage", storage_in_files(optimizer.optimizer()));
+    value.insert_or_assign("weight_storage", weight_storage_name(optimizer.optimizer()));
     value.insert_or_assign("parameters", groups);
     return c10::IValue(value);
   };
-  part.load = [find](const c10::IValue& saved,
-                     const ParameterNames& names) -> CheckpointPart::Apply {
+  stateful.load = [find](const c10::IValue& saved, const ParameterFqns& names) -> Stateful::Apply {
     check_optimizer(saved, find(), names);
     return [optimizer = find(), saved] {
       std::vector<c10::Device> devices;  // none where the optimizer places what it keeps
@@ -382,7 +380,7 @@ MEZZO_INLINE CheckpointPart optimizer_part(const std::function<OptimizerRef()>& 
           if (!is_sharded) devices.push_back(one.device());
         }
       }
-      auto archive = optimizer_archive(copied(saved, devices), optimizer);
+      auto archive = optimizer_archive(copy_to_devices(saved, devices), optimizer);
       if (optimizer.mixed_precision() != nullptr) {
         optimizer.load(archive);
       } else {
@@ -390,17 +388,17 @@ MEZZO_INLINE CheckpointPart optimizer_part(const std::function<OptimizerRef()>& 
       }
     };
   };
-  return part;
+  return stateful;
 }
 
-MEZZO_INLINE CheckpointPart tensor_part(at::Tensor& tensor) {
+MEZZO_INLINE Stateful make_stateful_tensor(at::Tensor& tensor) {
   return {
       .save =
-          [&tensor](const ParameterNames&) {
+          [&tensor](const ParameterFqns&) {
             TORCH_CHECK(tensor.defined(), "the tensor is undefined; give it a value before saving");
-            return c10::IValue(savable(tensor));
+            return c10::IValue(detach_for_saving(tensor));
           },
-      .load = [&tensor](const c10::IValue& value, const ParameterNames&) -> CheckpointPart::Apply {
+      .load = [&tensor](const c10::IValue& value, const ParameterFqns&) -> Stateful::Apply {
         check_value(value.isTensor(), value, "a tensor");
         const at::Tensor read = value.toTensor();
         TORCH_CHECK(!tensor.defined() || (tensor.scalar_type() == read.scalar_type() &&
@@ -410,7 +408,7 @@ MEZZO_INLINE CheckpointPart tensor_part(at::Tensor& tensor) {
                     "torch::Tensor");
         return [&tensor, read] {
           const c10::Device device = tensor.defined() ? tensor.device() : at::kCPU;
-          const at::Tensor copy = copied(read, {}, device).toTensor();
+          const at::Tensor copy = copy_to_devices(read, {}, device).toTensor();
           if (tensor.defined()) {
             tensor.set_data(copy);
           } else {
@@ -422,16 +420,16 @@ MEZZO_INLINE CheckpointPart tensor_part(at::Tensor& tensor) {
 
 /// The part of generators. `as_list`: the file has a list of their states, which may be of another
 /// length; otherwise the state of the one.
-inline CheckpointPart generators_part(const std::function<std::vector<at::Generator>()>& generators,
-                                      bool as_list) {
+inline Stateful make_stateful_generators(
+    const std::function<std::vector<at::Generator>()>& generators, bool as_list) {
   return {.save =
-              [generators, as_list](const ParameterNames&) {
-                auto states = python_list();
+              [generators, as_list](const ParameterFqns&) {
+                auto states = make_list();
                 for (const at::Generator& one : generators()) states.push_back(get_rng_state(one));
                 return as_list ? c10::IValue(states) : c10::IValue(states.get(0));
               },
           .load = [generators, as_list](const c10::IValue& value,
-                                        const ParameterNames&) -> CheckpointPart::Apply {
+                                        const ParameterFqns&) -> Stateful::Apply {
             check_value(value.isList() == as_list, value,
                         as_list ? "random states" : "a generator's state");
             std::vector<at::Tensor> states;
@@ -458,17 +456,18 @@ inline CheckpointPart generators_part(const std::function<std::vector<at::Genera
           }};
 }
 
-MEZZO_INLINE CheckpointPart generator_part(at::Generator& generator) {
+MEZZO_INLINE Stateful make_stateful_generator(at::Generator& generator) {
   const auto one = [&generator] {
     TORCH_CHECK(generator.defined(), "the generator is undefined; make it first");
     return std::vector<at::Generator>{generator};
   };
-  return generators_part(one, /*as_list=*/false);
+  return make_stateful_generators(one, /*as_list=*/false);
 }
 
 /// The states of the default generators of the CPU and of CUDA devices.
-MEZZO_INLINE CheckpointPart random_states_part() {
-  return generators_part([] { return default_generators(CudaDevices::all); }, /*as_list=*/true);
+MEZZO_INLINE Stateful make_stateful_rng() {
+  return make_stateful_generators([] { return default_generators(CudaDevices::all); },
+                                  /*as_list=*/true);
 }
 
 }  // namespace detail

@@ -24,40 +24,40 @@
 #include <utility>
 #include <vector>
 
-// A folder of checkpoints. "checkpoint-000012-step-3400.pt" is the twelfth that was saved. The
+// A directory of checkpoints. "checkpoint-000012-step-3400.pt" is the twelfth that was saved. The
 // newest file is the one saved last, whatever its step: a run that went back to an older checkpoint
 // saves lower steps.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// Returns all names in `folder`; none if it does not exist.
-inline std::vector<std::string> names_in(const std::filesystem::path& folder) {
+/// Returns all names in `directory`; none if it does not exist.
+inline std::vector<std::string> list_directory(const std::filesystem::path& directory) {
   std::vector<std::string> names;
   std::error_code error;
-  std::filesystem::directory_iterator entry(folder, error);
+  std::filesystem::directory_iterator entry(directory, error);
   if (error == std::errc::no_such_file_or_directory) return names;
   for (; !error && entry != std::filesystem::directory_iterator(); entry.increment(error)) {
     names.push_back(entry->path().filename().string());
   }
-  TORCH_CHECK(!error, folder.string(), " cannot be listed: ", error.message());
+  TORCH_CHECK(!error, directory.string(), " cannot be listed: ", error.message());
   return names;
 }
 
-/// Removes what killed writers left in `folder` of the files that `is_ours` picks by name: the
+/// Removes what killed writers left in `directory` of the files that `is_ours` picks by name: the
 /// temporaries ".NAME.3.tmp" that nobody has locked.
 template <class Pick>
-void remove_stale_temporaries(const std::filesystem::path& folder, const Pick& is_ours) {
-  for (const std::filesystem::path file : names_in(folder)) {
+void remove_stale_temporaries(const std::filesystem::path& directory, const Pick& is_ours) {
+  for (const std::filesystem::path file : list_directory(directory)) {
     const std::string name = file.stem().stem().string(), number = file.stem().extension().string();
     const bool is_temporary = file.extension() == ".tmp" && name.starts_with('.') &&
                               number.size() > 1 &&
                               number.find_first_not_of("0123456789", 1) == std::string::npos;
     if (!is_temporary || !is_ours(name.substr(1))) continue;
-    FileDescriptor left(folder / file, OpenMode::write);
+    FileDescriptor left(directory / file, OpenMode::write);
     if (!left.is_open() || left.lock() != 0) continue;
-    if (remove_file(folder / file) != 0) {  // where an open file cannot be removed
+    if (remove_file(directory / file) != 0) {  // where an open file cannot be removed
       left = FileDescriptor();
-      (void)remove_file(folder / file);
+      (void)remove_file(directory / file);
     }
   }
 }
@@ -108,7 +108,7 @@ class AtomicFile {
   std::uint32_t crc() const noexcept { return crc_; }
 
   /// Renames the temporary to the target. \returns 0, or the system's error if only a last step
-  /// failed, closing the file or flushing the folder: the file is then in place, but may not
+  /// failed, closing the file or flushing the directory: the file is then in place, but may not
   /// survive a crash
   [[nodiscard]] int commit() {
     if (const int error = file_.fsync()) fail("cannot be brought to the disk", error);
@@ -122,9 +122,10 @@ class AtomicFile {
 
  private:
   [[noreturn]] void fail(const char* what, int error) const {
-    TORCH_CHECK(false, target_.string(), " ", what, ": ", errno_message(error),
-                "; see to the disk, to room on it and to the folder's permissions. The checkpoints "
-                "that were there before are untouched");
+    TORCH_CHECK(
+        false, target_.string(), " ", what, ": ", errno_message(error),
+        "; see to the disk, to room on it and to the directory's permissions. The checkpoints "
+        "that were there before are untouched");
   }
 
   std::filesystem::path temporary_, target_;
@@ -138,23 +139,23 @@ struct CheckpointName {
   std::uint64_t sequence = 0;
   std::int64_t step = 0;
 
-  std::string text() const {
+  std::string filename() const {
     std::string number = std::to_string(sequence);
     number.insert(0, number.size() < 6 ? 6 - number.size() : 0, '0');
     return "checkpoint-" + number + "-step-" + std::to_string(step) + ".pt";
   }
   /// Returns the name of a checkpoint, and none for another file's.
-  static std::optional<CheckpointName> of(const std::string& file) {
+  static std::optional<CheckpointName> parse(const std::string& file) {
     CheckpointName name;
     const int numbers = std::sscanf(file.c_str(), "checkpoint-%" SCNu64 "-step-%" SCNd64 ".pt",
                                     &name.sequence, &name.step);
-    return numbers == 2 && name.text() == file ? std::optional(name) : std::nullopt;
+    return numbers == 2 && name.filename() == file ? std::optional(name) : std::nullopt;
   }
 };
 
 /// Returns the file that `path` names, through links, which may dangle. \throws c10::Error if
 /// something else than a regular file is there
-inline std::filesystem::path replaceable_file(std::filesystem::path path) {
+inline std::filesystem::path resolve_replaceable_path(std::filesystem::path path) {
   std::error_code error;
   for (int links = 0; std::filesystem::is_symlink(path, error); ++links) {
     TORCH_CHECK(links < 40, path.string(), " is a link in a circle of links; remove it");
@@ -167,11 +168,11 @@ inline std::filesystem::path replaceable_file(std::filesystem::path path) {
   return path.has_parent_path() ? path : "." / path;
 }
 
-/// Returns the checkpoints in `folder`, the newest first.
-inline std::vector<CheckpointName> checkpoints_in(const std::filesystem::path& folder) {
+/// Returns the checkpoints in `directory`, the newest first.
+inline std::vector<CheckpointName> list_checkpoints(const std::filesystem::path& directory) {
   std::vector<CheckpointName> found;
-  for (const std::string& file : names_in(folder)) {
-    if (const auto name = CheckpointName::of(file)) found.push_back(*name);
+  for (const std::string& file : list_directory(directory)) {
+    if (const auto name = CheckpointName::parse(file)) found.push_back(*name);
   }
   std::sort(found.begin(), found.end(), [](const CheckpointName& a, const CheckpointName& b) {
     return std::pair(a.sequence, a.step) > std::pair(b.sequence, b.step);
@@ -179,23 +180,23 @@ inline std::vector<CheckpointName> checkpoints_in(const std::filesystem::path& f
   return found;
 }
 
-/// Creates a folder, and flushes the names of what it had to create to the disk. \returns 0, or the
-/// system's error from flushing
-inline int make_folder(const std::filesystem::path& folder) {
+/// Creates a directory, and flushes the names of what it had to create to the disk. \returns 0, or
+/// the system's error from flushing
+inline int create_and_fsync_directories(const std::filesystem::path& directory) {
   std::error_code error;
-  if (folder.empty() || std::filesystem::exists(folder, error)) return 0;
-  const auto parent = folder.parent_path();
-  const int of_parent = make_folder(parent);
-  std::filesystem::create_directory(folder, error);
-  TORCH_CHECK(!error, folder.string(), " cannot be made: ", error.message());
+  if (directory.empty() || std::filesystem::exists(directory, error)) return 0;
+  const auto parent = directory.parent_path();
+  const int of_parent = create_and_fsync_directories(parent);
+  std::filesystem::create_directory(directory, error);
+  TORCH_CHECK(!error, directory.string(), " cannot be made: ", error.message());
   const int own = fsync_directory(parent.empty() ? std::filesystem::path(".") : parent);
   return own != 0 ? own : of_parent;
 }
 
-/// The folders of checkpoints that this process has locked: its locks do not tell two owners in
+/// The directories of checkpoints that this process has locked: its locks do not tell two owners in
 /// one process apart, and opening and closing a lock's file would end the lock. Exported, so that
 /// shared libraries agree on it.
-struct LockedFolders {
+struct LockedDirectories {
   struct Owner {
     int process = 0;
     std::weak_ptr<const FileDescriptor> file{};
@@ -204,55 +205,55 @@ struct LockedFolders {
   std::map<std::filesystem::path, Owner> owners{};  // a forked child finds its parent's entries
 
   /// Returns the file of the lock that this process has; null if it has none, or it was removed.
-  std::shared_ptr<const FileDescriptor> file_of(const std::filesystem::path& folder) {
-    const Owner& owner = owners[folder];
+  std::shared_ptr<const FileDescriptor> find_lock(const std::filesystem::path& directory) {
+    const Owner& owner = owners[directory];
     const auto file = owner.process == process_id() ? owner.file.lock() : nullptr;
-    return file != nullptr && file->refers_to(folder / ".lock") ? file : nullptr;
+    return file != nullptr && file->refers_to(directory / ".lock") ? file : nullptr;
   }
 };
-C10_EXPORT inline LockedFolders& locked_folders() {
-  static LockedFolders& folders = *new LockedFolders;
-  return folders;
+C10_EXPORT inline LockedDirectories& locked_directories() {
+  static LockedDirectories& directories = *new LockedDirectories;
+  return directories;
 }
 
-/// The lock of a folder of checkpoints, its file ".lock". It ends with the object or its process,
-/// whose forked children do not have it.
-class FolderLock {
+/// The lock of a directory of checkpoints, its file ".lock". It ends with the object or its
+/// process, whose forked children do not have it.
+class DirectoryLock {
  public:
-  FolderLock() = default;
-  FolderLock(FolderLock&&) noexcept = default;
-  FolderLock& operator=(FolderLock&&) = delete;
-  ~FolderLock() {
-    const std::lock_guard guard(locked_folders().mutex);
+  DirectoryLock() = default;
+  DirectoryLock(DirectoryLock&&) noexcept = default;
+  DirectoryLock& operator=(DirectoryLock&&) = delete;
+  ~DirectoryLock() {
+    const std::lock_guard guard(locked_directories().mutex);
     file_ = nullptr;
   }
 
   /// Takes the lock, unless this object has it. Call it before each save: in the meantime the
-  /// folder or its lock may have been removed, or the process may be a forked child.
+  /// directory or its lock may have been removed, or the process may be a forked child.
   /// \returns as FileDescriptor::lock
-  int hold(const std::filesystem::path& existing_folder) {
-    const auto folder = std::filesystem::canonical(existing_folder);
-    LockedFolders& locked = locked_folders();
+  int acquire(const std::filesystem::path& existing_directory) {
+    const auto directory = std::filesystem::canonical(existing_directory);
+    LockedDirectories& locked = locked_directories();
     const std::lock_guard guard(locked.mutex);
-    if (const auto own = locked.file_of(folder)) return own == file_ ? 0 : EWOULDBLOCK;
+    if (const auto own = locked.find_lock(directory)) return own == file_ ? 0 : EWOULDBLOCK;
     file_ = nullptr;
     do {  // until what is locked is there: others may remove it
-      FileDescriptor file(folder / ".lock", OpenMode::lock);
-      TORCH_CHECK(file.is_open(), (folder / ".lock").string(),
+      FileDescriptor file(directory / ".lock", OpenMode::lock);
+      TORCH_CHECK(file.is_open(), (directory / ".lock").string(),
                   " cannot be opened: ", errno_message(errno));
       if (const int error = file.lock_for_process()) return error;
       file_ = std::make_shared<FileDescriptor>(std::move(file));
-    } while (!file_->refers_to(folder / ".lock"));
-    locked.owners[folder] = {process_id(), file_};
+    } while (!file_->refers_to(directory / ".lock"));
+    locked.owners[directory] = {process_id(), file_};
     return 0;
   }
 
-  /// Returns the process that has the lock of `folder`; 0 if it is this one, none, or not known.
-  static std::int64_t holder(const std::filesystem::path& folder) {
+  /// Returns the process that has the lock of `directory`; 0 if it is this one, none, or not known.
+  static std::int64_t owner_pid(const std::filesystem::path& directory) {
     std::error_code error;
-    const auto own = std::filesystem::canonical(folder, error);
-    const std::lock_guard guard(locked_folders().mutex);
-    if (error || locked_folders().file_of(own) != nullptr) return 0;
+    const auto own = std::filesystem::canonical(directory, error);
+    const std::lock_guard guard(locked_directories().mutex);
+    if (error || locked_directories().find_lock(own) != nullptr) return 0;
     return FileDescriptor(own / ".lock", OpenMode::read).lock_owner_pid();
   }
 
