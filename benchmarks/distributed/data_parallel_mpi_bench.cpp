@@ -10,7 +10,7 @@
 // events, and no claim of speed.
 #include <torch/torch.h>
 //
-#include <mezzo/distributed/grad_all_reduce.h>
+#include <mezzo/distributed/grad_reducer.h>
 #include <mezzo/distributed/mpi_backend.h>
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -147,10 +147,9 @@ std::shared_ptr<Training> with_reducer(const c10::intrusive_ptr<c10d::ProcessGro
   return training;
 }
 
-std::shared_ptr<Training> with_mezzo(const Group& world,
-                                     const mezzo::GradAllReduceOptions& options) {
+std::shared_ptr<Training> with_mezzo(const Group& world, const mezzo::GradReducerOptions& options) {
   auto training = std::make_shared<Training>();
-  auto reduce = std::make_shared<mezzo::GradAllReduce>(
+  auto reduce = std::make_shared<mezzo::GradReducer>(
       training->model->parameters(), c10::make_intrusive<CountedBackend>(world, *training->traffic),
       options);
   training->after = [reduce] {};
@@ -193,19 +192,18 @@ int main(int argc, char** argv) {
   const at::Tensor tokens = torch::randint(bench::kVocabulary, {4, 64});
 
   Traffic* plain_traffic = nullptr;
-  const Group plain = c10::make_intrusive<bench::MpiBackend>(
+  const Group plain = c10::make_intrusive<bench::BlockingMpiBackend>(
       world->getRank(), world->getSize(), [&](int64_t bytes) {
         if (plain_traffic == nullptr) return;
         plain_traffic->begin(2 * share_sent(world->getSize()) * static_cast<double>(bytes));
       });
-  const Peers peers = {
-      {"no communication", alone()},
-      {"one all-reduce a parameter, afterwards", after_the_pass(world)},
-      {"c10d::Reducer, plain MPI in a thread", with_reducer(group_of(plain))},
-      {"c10d::Reducer, mezzo::MpiBackend", with_reducer(group_of(world))},
-      {"mezzo, averages", with_mezzo(world, {.bucket_cap_bytes = kBucketBytes})},
-      {"mezzo, in bfloat16",
-       with_mezzo(world, {.bucket_cap_bytes = kBucketBytes, .compress_dtype = at::kBFloat16})}};
+  const Peers peers = {{"no communication", alone()},
+                       {"one all-reduce a parameter, afterwards", after_the_pass(world)},
+                       {"c10d::Reducer, plain MPI in a thread", with_reducer(group_of(plain))},
+                       {"c10d::Reducer, mezzo::MpiBackend", with_reducer(group_of(world))},
+                       {"mezzo, averages", with_mezzo(world, {.bucket_cap_bytes = kBucketBytes})},
+                       {"mezzo, in bfloat16", with_mezzo(world, {.bucket_cap_bytes = kBucketBytes,
+                                                                 .reduce_dtype = at::kBFloat16})}};
   plain_traffic = peers[2].second->traffic.get();
   Interleaved turns(/*by_thread_clock=*/false);
   for (const auto& [name, training] : peers) {

@@ -19,13 +19,13 @@ namespace bench {
 
 /// Sums of float tensors for c10d, the plainest way: a thread of its own makes one blocking call of
 /// MPI after another, and compares and checks nothing. What mezzo::MpiBackend is measured against.
-class MpiBackend : public c10d::Backend {
+class BlockingMpiBackend : public c10d::Backend {
  public:
   /// `on_all_reduce` hears of each, with its bytes, as it begins.
-  MpiBackend(int rank, int size, std::function<void(int64_t)> on_all_reduce)
+  BlockingMpiBackend(int rank, int size, std::function<void(int64_t)> on_all_reduce)
       : Backend(rank, size), on_all_reduce_(std::move(on_all_reduce)), thread_([this] { run(); }) {}
 
-  ~MpiBackend() override {
+  ~BlockingMpiBackend() override {
     post(nullptr);
     thread_.join();
   }

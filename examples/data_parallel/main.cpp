@@ -4,7 +4,7 @@
 //     mpirun -np 2 ./data_parallel [--zero1]
 //
 // Exits with 1 if the loss did not fall, or if the processes end with different weights.
-#include <mezzo/distributed/data_parallel.h>
+#include <mezzo/distributed/distributed_data_parallel.h>
 #include <mezzo/distributed/mpi_backend.h>
 #include <mezzo/distributed/sharded_optimizer.h>
 #include <mezzo/mezzo.h>
@@ -46,7 +46,7 @@ bool train(Optimizer& optimizer, const Forward& forward, const NoSync& no_sync,
         sampler, 64 / ranks);
     torch::Tensor loss;
     for (auto& batch : mezzo::micro_batches(*loader, 2)) {
-      std::optional<mezzo::NoSync> guard;
+      std::optional<mezzo::NoSyncGuard> guard;
       if (!batch.is_last()) guard.emplace(no_sync());  // the last one adds the ranks up
       loss = mezzo::autocast({.device_type = torch::kCPU}, [&] {
         return torch::nn::functional::cross_entropy(forward(batch.data.narrow(1, 0, 16)),
@@ -88,7 +88,7 @@ int main(int argc, char** argv) {
         optimizer, [&](const torch::Tensor& x) { return model->forward(x); },
         [&] { return optimizer.no_sync(); }, samples, world);
   } else {
-    mezzo::DataParallel ddp(model, world);  // all ranks have rank 0's weights
+    mezzo::DistributedDataParallel ddp(model, world);  // all ranks have rank 0's weights
     mezzo::optim::AdamW optimizer(model->parameters(), 1e-2);
     has_learned = train(
         optimizer, [&](const torch::Tensor& x) { return ddp(x); }, [&] { return ddp.no_sync(); },

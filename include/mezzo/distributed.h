@@ -3,10 +3,10 @@
 /// mezzo::mpi) or gloo_backend.h (link mezzo::gloo) by name.
 #pragma once
 
-#include <mezzo/distributed/broadcast_parameters.h>  // IWYU pragma: export
-#include <mezzo/distributed/checkpoint_manager.h>    // IWYU pragma: export
-#include <mezzo/distributed/data_parallel.h>         // IWYU pragma: export
-#include <mezzo/distributed/grad_all_reduce.h>       // IWYU pragma: export
-#include <mezzo/distributed/rendezvous.h>            // IWYU pragma: export
-#include <mezzo/distributed/sharded_optimizer.h>     // IWYU pragma: export
-#include <mezzo/distributed/sync_batch_norm.h>       // IWYU pragma: export
+#include <mezzo/distributed/broadcast_parameters.h>       // IWYU pragma: export
+#include <mezzo/distributed/checkpoint_manager.h>         // IWYU pragma: export
+#include <mezzo/distributed/distributed_data_parallel.h>  // IWYU pragma: export
+#include <mezzo/distributed/grad_reducer.h>               // IWYU pragma: export
+#include <mezzo/distributed/rendezvous.h>                 // IWYU pragma: export
+#include <mezzo/distributed/sharded_optimizer.h>          // IWYU pragma: export
+#include <mezzo/distributed/sync_batch_norm.h>            // IWYU pragma: export

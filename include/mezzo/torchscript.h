@@ -252,8 +252,8 @@ class ScriptModuleImpl : public torch::nn::Module {
 /// Parameters, buffers and children are the script's own, under its names, not copies: `to`,
 /// `train`, loading and optimizers act on both. Under autocast call the ScriptModule, not the
 /// script: `script.forward` follows libtorch's op lists for TorchScript (docs/guide.md).
-/// Make one and keep it: AutocastModule, initialize, DataParallel and TrainingState take it as any
-/// module, and every call that makes another walks the whole script.
+/// Make one and keep it: AutocastModule, initialize, DistributedDataParallel and TrainingState take
+/// it as any module, and every call that makes another walks the whole script.
 ///
 /// Only parameters that require grad are trained; torch::jit::load restores that flag from the
 /// file. A frozen model (torch::jit::freeze) has no parameters. Parameters that are registered

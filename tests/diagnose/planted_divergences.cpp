@@ -3,7 +3,7 @@
 #include <mezzo/autocast/autocast_guard.h>
 #include <mezzo/diagnose/overflow_report.h>
 #include <mezzo/diagnose/telemetry.h>
-#include <mezzo/distributed/data_parallel.h>
+#include <mezzo/distributed/distributed_data_parallel.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/sgd.h>
 #include <mezzo/scaling/grad_scaler.h>
@@ -17,8 +17,8 @@
 #include <string>
 #include <vector>
 
-#include "../distributed/alike_ranks.h"
-#include "../distributed/recording_ranks.h"
+#include "../distributed/fake_backend.h"
+#include "../distributed/recording_backend.h"
 #include "planted_faults.h"
 
 namespace planted_faults {
@@ -163,12 +163,13 @@ Run gradient(const std::string& parameter, double init_scale) {
 /// What rank 0 of two says when the gradients of rank 1, which it averages with, are bad.
 std::string watch_beside_a_bad_rank(bool cured) {
   Patient model;
-  const auto ranks = distributed_test::recording_ranks(
-      distributed_test::alike_ranks(2), [=](const std::string& collective, const Tensor& tensor) {
+  const auto ranks = distributed_test::make_recording_backend(
+      distributed_test::make_fake_backend(2),
+      [=](const std::string& collective, const Tensor& tensor) {
         const bool is_gradient = collective == "average" || collective == "sum";
         if (!cured && is_gradient && tensor.is_floating_point()) plant(tensor, 0, kInf);
       });
-  mezzo::DataParallel parallel(model, ranks);
+  mezzo::DistributedDataParallel parallel(model, ranks);
   return watch_of(*model, mezzo::optim::AdamW(model->parameters(), 1e-4),
                   [&] { return parallel(batch_of_ones()).square().mean(); }, {.rank = 0});
 }

@@ -451,7 +451,7 @@ TEST(MpiBackend, GroupsDoNotMeetEachOther) {
   MPI_Comm_free(&half_comm);
 }
 
-TEST(MpiThreads, CollectivesAreCalledFromAnyThread) {
+TEST(MpiBackendThreads, CollectivesAreCalledFromAnyThread) {
   const Group world = group();
   const Group other = group();
   const auto sum_twenty_times = [](Group communicator, at::Tensor sum) {
@@ -478,7 +478,7 @@ TEST(MpiTests, DISABLED_TheLastRankFails) {
 TEST(MpiEnvironment, LeavesMpiToWhomeverInitialisedIt) {
   {
     const mezzo::MpiEnvironment inner;
-    EXPECT_FALSE(inner.initialised_it());
+    EXPECT_FALSE(inner.owns_mpi());
   }
   int finalized = 0;
   MPI_Finalized(&finalized);

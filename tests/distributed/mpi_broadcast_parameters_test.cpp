@@ -8,12 +8,12 @@
 #include <string>
 
 #include "../support/message_of.h"
-#include "ranks.h"
+#include "test_backends.h"
 
 namespace {
 
-using distributed_test::everyone;
-using distributed_test::Ranks;
+using distributed_test::BackendPtr;
+using distributed_test::make_world_backend;
 using mezzo::TensorsByName;
 using test_support::message_of;
 using testing::AllOf;
@@ -28,7 +28,7 @@ TensorsByName some_tensors() {
 }
 
 TEST(BroadcastParameters, EveryRankHasRank0sValuesAfterwards) {
-  const Ranks world = everyone();
+  const BackendPtr world = make_world_backend();
   torch::manual_seed(world->getRank());
   const TensorsByName tensors = some_tensors();
   mezzo::broadcast_parameters(tensors, world);
@@ -42,7 +42,7 @@ TEST(BroadcastParameters, EveryRankHasRank0sValuesAfterwards) {
 }
 
 TEST(BroadcastParameters, ARankWithAnotherModelIsNamedOnAllRanksAndNothingIsWritten) {
-  const Ranks world = everyone();
+  const BackendPtr world = make_world_backend();
   if (world->getSize() == 1) GTEST_SKIP() << "one rank agrees with itself";
   const int last = world->getSize() - 1;
   const auto expect_error = [&](const TensorsByName& of_the_last, const std::string& its_words,
@@ -70,12 +70,13 @@ TEST(BroadcastParameters, ARankWithAnotherModelIsNamedOnAllRanksAndNothingIsWrit
 }
 
 TEST(BroadcastParameters, UnequalNumbersOfBatchesAreNamedOnAllRanks) {
-  const Ranks world = everyone();
-  mezzo::require_equal(world, "batches", 10);
+  const BackendPtr world = make_world_backend();
+  mezzo::check_equal_on_all_ranks(world, "batches", 10);
   if (world->getSize() == 1) return;
   const int last = world->getSize() - 1;
   EXPECT_THAT(message_of([&] {
-                mezzo::require_equal(world, "batches", world->getRank() == last ? 9 : 10);
+                mezzo::check_equal_on_all_ranks(world, "batches",
+                                                world->getRank() == last ? 9 : 10);
               }),
               testing::HasSubstr("rank " + std::to_string(last) +
                                  " has \"9 batches\" where rank 0 has \"10 batches\""));

@@ -14,13 +14,13 @@
 #include <vector>
 
 #include "../support/temp_dir.h"
-#include "checkpoint_ranks.h"
-#include "ranks.h"
+#include "distributed_checkpoint_fixtures.h"
+#include "test_backends.h"
 
-namespace checkpoint_ranks {
+namespace distributed_checkpoint_test {
+using distributed_test::BackendPtr;
 using distributed_test::barrier;
-using distributed_test::everyone;
-using distributed_test::Ranks;
+using distributed_test::make_world_backend;
 
 namespace {
 
@@ -28,24 +28,24 @@ using testing::AllOf;
 using testing::HasSubstr;
 using testing::SizeIs;
 
-TEST(DistributedCheckpoints, WhereOneRankRefusesToLoadAllThrowItsWords) {
-  const SharedFolder directory;
-  const Ranks world = everyone();
+TEST(DistributedCheckpointManager, WhereOneRankRefusesToLoadAllThrowItsWords) {
+  const SharedDirectory directory;
+  const BackendPtr world = make_world_backend();
   Mixed mixed(world);
   mixed.set(2);
   DistributedCheckpointManager checkpoints(directory.path(), world);
   checkpoints.save(mixed.run.state, 2);
   for (int victim = 0; victim < world->getSize(); ++victim) {
-    mixed.fussy.refuses_loading = world->getRank() == victim;
-    EXPECT_THAT(common_error_of(world, [&] { checkpoints.load_latest(mixed.run.state); }),
-                AllOf(HasSubstr("rank " + std::to_string(victim) + " of"), HasSubstr("\"fussy\""),
-                      HasSubstr("I will not be loaded")));
+    mixed.throwing_object.throws_on_load = world->getRank() == victim;
+    EXPECT_THAT(common_message_of(world, [&] { checkpoints.load_latest(mixed.run.state); }),
+                AllOf(HasSubstr("rank " + std::to_string(victim) + " of"),
+                      HasSubstr("\"throwing_object\""), HasSubstr("I will not be loaded")));
   }
 }
 
-TEST(DistributedCheckpoints, OfADamagedNewestFileAllFallBackToTheSameOlderOne) {
-  const SharedFolder directory;
-  const Ranks world = everyone();
+TEST(DistributedCheckpointManager, OfADamagedNewestFileAllFallBackToTheSameOlderOne) {
+  const SharedDirectory directory;
+  const BackendPtr world = make_world_backend();
   Mixed mixed(world);
   std::vector<std::string> warnings;
   DistributedCheckpointManager checkpoints(directory.path(), world, warning_into(warnings));
@@ -68,9 +68,9 @@ TEST(DistributedCheckpoints, OfADamagedNewestFileAllFallBackToTheSameOlderOne) {
   EXPECT_THAT(checkpoints.checkpoints(), SizeIs(3));
 }
 
-TEST(DistributedCheckpoints, WarningHandlerThatThrowsOnRank0ThrowsOnAllRanks) {
-  const SharedFolder directory;
-  const Ranks world = everyone();
+TEST(DistributedCheckpointManager, WarningHandlerThatThrowsOnRank0ThrowsOnAllRanks) {
+  const SharedDirectory directory;
+  const BackendPtr world = make_world_backend();
   Mixed mixed(world);
   mezzo::CheckpointManagerOptions options;
   options.on_warning = [](const std::string& text) { throw std::runtime_error("heard " + text); };
@@ -78,41 +78,42 @@ TEST(DistributedCheckpoints, WarningHandlerThatThrowsOnRank0ThrowsOnAllRanks) {
   const auto saved = checkpoints.save(mixed.run.state, 1);
   if (world->getRank() == 0) test_support::write_file(saved.path, "nothing");
   barrier(world);
-  EXPECT_THAT(common_error_of(world, [&] { checkpoints.load_latest(mixed.run.state); }),
+  EXPECT_THAT(common_message_of(world, [&] { checkpoints.load_latest(mixed.run.state); }),
               AllOf(HasSubstr("rank 0 of"), HasSubstr("heard ")));
 }
 
-TEST(DistributedCheckpoints, WhereNoFileIsWholeNoneStartsAfresh) {
-  const SharedFolder directory;
-  const Ranks world = everyone();
+TEST(DistributedCheckpointManager, WhereNoFileIsWholeNoneStartsAfresh) {
+  const SharedDirectory directory;
+  const BackendPtr world = make_world_backend();
   Mixed mixed(world);
   std::vector<std::string> warnings;
   DistributedCheckpointManager checkpoints(directory.path(), world, warning_into(warnings));
   const auto saved = checkpoints.save(mixed.run.state, 1);
   if (world->getRank() == 0) test_support::write_file(saved.path, "nothing");
   barrier(world);
-  EXPECT_THAT(common_error_of(world, [&] { checkpoints.load_latest(mixed.run.state); }),
+  EXPECT_THAT(common_message_of(world, [&] { checkpoints.load_latest(mixed.run.state); }),
               HasSubstr("has no checkpoint that is whole"));
 }
 
-TEST(DistributedCheckpoints, AnEmptyFolderIsNoCheckpointOnAllRanks) {
-  const SharedFolder directory;
-  Own own(everyone());
-  EXPECT_FALSE(DistributedCheckpointManager(directory.path(), everyone()).load_latest(own.state));
+TEST(DistributedCheckpointManager, AnEmptyFolderIsNoCheckpointOnAllRanks) {
+  const SharedDirectory directory;
+  Own own(make_world_backend());
+  EXPECT_FALSE(
+      DistributedCheckpointManager(directory.path(), make_world_backend()).load_latest(own.state));
 }
 
-TEST(DistributedCheckpoints, ARankWithAnotherFolderIsNamed) {
-  const Ranks world = everyone();
+TEST(DistributedCheckpointManager, ARankWithAnotherFolderIsNamed) {
+  const BackendPtr world = make_world_backend();
   const int last = world->getSize() - 1;
   if (last == 0) return;
-  const SharedFolder directory;
+  const SharedDirectory directory;
   Own own(world);
   DistributedCheckpointManager checkpoints(
       directory.path() / (world->getRank() == last ? "elsewhere" : ""), world);
   checkpoints.save(own.state, 1);
-  EXPECT_THAT(common_error_of(world, [&] { checkpoints.load_latest(own.state); }),
+  EXPECT_THAT(common_message_of(world, [&] { checkpoints.load_latest(own.state); }),
               AllOf(HasSubstr("cannot be opened"), HasSubstr("on rank " + std::to_string(last))));
 }
 
 }  // namespace
-}  // namespace checkpoint_ranks
+}  // namespace distributed_checkpoint_test

@@ -2,7 +2,7 @@
 
 #include <mezzo/checkpoint/checkpoint.h>
 #include <mezzo/distributed/checkpoint_manager.h>
-#include <mezzo/distributed/data_parallel.h>
+#include <mezzo/distributed/distributed_data_parallel.h>
 #include <mezzo/distributed/sharded_optimizer.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/lr_schedule.h>
@@ -21,12 +21,12 @@
 #include <vector>
 
 #include "../support/temp_dir.h"
-#include "checkpoint_ranks.h"
-#include "ranks.h"
+#include "distributed_checkpoint_fixtures.h"
+#include "test_backends.h"
 
-namespace checkpoint_ranks {
-using distributed_test::everyone;
-using distributed_test::Ranks;
+namespace distributed_checkpoint_test {
+using distributed_test::BackendPtr;
+using distributed_test::make_world_backend;
 
 namespace {
 
@@ -47,19 +47,19 @@ torch::nn::Sequential make_net(bool has_buffers) {
 
 /// Averaged gradients, and running statistics.
 struct Averaging {
-  explicit Averaging(Ranks world)
+  explicit Averaging(BackendPtr world)
       : net(make_net(true)),
         ddp(net, std::move(world), {.bucket_cap_bytes = 512}),
         optimizer(net->parameters(), AdamWOptions(1e-2)) {}
   at::Tensor forward(const at::Tensor& x) { return ddp(x); }
 
   torch::nn::Sequential net;
-  mezzo::DataParallel<torch::nn::Sequential> ddp;
+  mezzo::DistributedDataParallel<torch::nn::Sequential> ddp;
   AdamW optimizer;
 };
 
 struct Sharding {
-  explicit Sharding(Ranks world)
+  explicit Sharding(BackendPtr world)
       : net(make_net(false)),
         optimizer(net->parameters(), std::move(world), AdamWOptions(1e-2), kSmallShards) {}
   at::Tensor forward(const at::Tensor& x) { return net->forward(x); }
@@ -72,7 +72,7 @@ struct Sharding {
 template <class Way>
 class EachRanksTraining {
  public:
-  EachRanksTraining(Ranks world, uint64_t seed)
+  EachRanksTraining(BackendPtr world, uint64_t seed)
       : rank_(world->getRank()), way((torch::manual_seed(seed), world)) {
     torch::manual_seed(seed + 100 * static_cast<uint64_t>(rank_ + 1));
     own_random.set_current_seed(seed + static_cast<uint64_t>(rank_));
@@ -120,8 +120,8 @@ class EachRanksTraining {
 
 template <class Way>
 void expect_the_same_bits_after_resuming() {
-  const SharedFolder directory;
-  const Ranks world = everyone();
+  const SharedDirectory directory;
+  const BackendPtr world = make_world_backend();
   EachRanksTraining<Way> whole(world, 1);
   whole.scaler.on_skip(nullptr);
   for (int i = 0; i < 7; ++i) whole.step();
@@ -146,39 +146,39 @@ void expect_the_same_bits_after_resuming() {
   }
 }
 
-TEST(DistributedCheckpoints, TheSameNumberOfRanksResumesToTheBit) {
+TEST(DistributedCheckpointManager, TheSameNumberOfRanksResumesToTheBit) {
   expect_the_same_bits_after_resuming<Averaging>();
 }
 
-TEST(DistributedCheckpoints, TheSameNumberOfRanksResumesToTheBitWithAShardedOptimizer) {
+TEST(DistributedCheckpointManager, TheSameNumberOfRanksResumesToTheBitWithAShardedOptimizer) {
   expect_the_same_bits_after_resuming<Sharding>();
 }
 
-TEST(DistributedCheckpoints, AnyNumberOfRanksAndAProcessAloneGoOnFromEachOthersFiles) {
+TEST(DistributedCheckpointManager, AnyNumberOfRanksAndAProcessAloneGoOnFromEachOthersFiles) {
   AlikeAlone whole(1, AdamWOptions(1e-2));
   whole.run(0, 5);
-  for (int savers : numbers_of_ranks()) {
+  for (int savers : available_world_sizes()) {
     for (const bool is_plain : {false, true}) {
       if (is_plain && savers > 1) continue;
-      const SharedFolder directory;
+      const SharedDirectory directory;
       {
-        const SomeRanks group(savers);
-        if (group.has_this() && is_plain) {
+        const RankSubset group(savers);
+        if (group.contains_this_rank() && is_plain) {
           AlikeAlone run(1, AdamWOptions(1e-2));
           run.run(0, 3);
           CheckpointManager(directory.path()).save(run.state, 3);
-        } else if (group.has_this()) {
+        } else if (group.contains_this_rank()) {
           AlikeShard run(1, group.ranks());
           run.run(0, 3);
           DistributedCheckpointManager(directory.path(), group.ranks()).save(run.state, 3);
         }
       }
       const std::string from = "from " + std::to_string(savers) + (is_plain ? " alone" : "");
-      for (int loaders : numbers_of_ranks()) {
-        const SomeRanks group(loaders);
-        if (!group.has_this()) continue;
+      for (int loaders : available_world_sizes()) {
+        const RankSubset group(loaders);
+        if (!group.contains_this_rank()) continue;
         std::vector<std::string> warnings;
-        const Ranks ranks =
+        const BackendPtr ranks =
             group.ranks();  // Gloo's, made for a moment, would fail others' connects
         AlikeShard run(7, ranks);
         run.run(0, 1);
@@ -207,15 +207,15 @@ TEST(DistributedCheckpoints, AnyNumberOfRanksAndAProcessAloneGoOnFromEachOthersF
   }
 }
 
-TEST(DistributedCheckpoints, OnAnotherNumberOfRanksWhatIsOfEachRankIsLeftAndNamed) {
+TEST(DistributedCheckpointManager, OnAnotherNumberOfRanksWhatIsOfEachRankIsLeftAndNamed) {
   if (world_size() < 2) return;
-  const SharedFolder directory;
-  Own saved(everyone());
-  DistributedCheckpointManager(directory.path(), everyone()).save(saved.state, 6);
-  for (const int loaders : numbers_of_ranks()) {
-    const SomeRanks group(loaders);
-    if (!group.has_this() || loaders == world_size()) continue;
-    const Ranks ranks = group.ranks();
+  const SharedDirectory directory;
+  Own saved(make_world_backend());
+  DistributedCheckpointManager(directory.path(), make_world_backend()).save(saved.state, 6);
+  for (const int loaders : available_world_sizes()) {
+    const RankSubset group(loaders);
+    if (!group.contains_this_rank() || loaders == world_size()) continue;
+    const BackendPtr ranks = group.ranks();
     std::vector<std::string> warnings;
     Own run(ranks);
     run.position = 77;
@@ -240,4 +240,4 @@ TEST(DistributedCheckpoints, OnAnotherNumberOfRanksWhatIsOfEachRankIsLeftAndName
 }
 
 }  // namespace
-}  // namespace checkpoint_ranks
+}  // namespace distributed_checkpoint_test

@@ -23,13 +23,13 @@
 
 #include "../support/scoped_syscalls.h"
 #include "../support/temp_dir.h"
-#include "checkpoint_ranks.h"
-#include "ranks.h"
+#include "distributed_checkpoint_fixtures.h"
+#include "test_backends.h"
 
-namespace checkpoint_ranks {
+namespace distributed_checkpoint_test {
+using distributed_test::BackendPtr;
 using distributed_test::barrier;
-using distributed_test::everyone;
-using distributed_test::Ranks;
+using distributed_test::make_world_backend;
 
 namespace {
 
@@ -38,25 +38,25 @@ using testing::HasSubstr;
 using testing::IsEmpty;
 using testing::SizeIs;
 
-TEST(DistributedCheckpoints, TheFileIsThereWhenSaveReturnsOnAnyRank) {
-  const SharedFolder directory;
-  const Ranks world = everyone();
+TEST(DistributedCheckpointManager, TheFileIsThereWhenSaveReturnsOnAnyRank) {
+  const SharedDirectory directory;
+  const BackendPtr world = make_world_backend();
   Mixed mixed(world);
   const auto saved = DistributedCheckpointManager(directory.path(), world).save(mixed.run.state, 1);
   EXPECT_TRUE(std::filesystem::exists(saved.path));
   EXPECT_EQ(std::filesystem::file_size(saved.path), saved.size_bytes);
 }
 
-TEST(DistributedCheckpoints, AFolderThatRank0CannotWriteIsToldToAllAndTheNextSaveGoesWell) {
-  const SharedFolder directory;
-  const Ranks world = everyone();
+TEST(DistributedCheckpointManager, AFolderThatRank0CannotWriteIsToldToAllAndTheNextSaveGoesWell) {
+  const SharedDirectory directory;
+  const BackendPtr world = make_world_backend();
   Mixed mixed(world);
   const auto place = directory.path() / "here";
   if (world->getRank() == 0)
     test_support::write_file(place, "a file where the directory should be");
   barrier(world);
   DistributedCheckpointManager checkpoints(place, world);
-  EXPECT_THAT(common_error_of(world, [&] { checkpoints.save(mixed.run.state, 3); }),
+  EXPECT_THAT(common_message_of(world, [&] { checkpoints.save(mixed.run.state, 3); }),
               HasSubstr("DistributedCheckpointManager::save: rank 0 of"));
   if (world->getRank() == 0) std::filesystem::remove(place);
   barrier(world);
@@ -97,9 +97,9 @@ test_support::Syscalls failing_on_rank_0(const std::string& name) {
   return calls;
 }
 
-TEST(DistributedCheckpoints, WhatTheDiskOfRank0RefusesIsToldToAllAndTheLastFileStaysWhole) {
-  const SharedFolder directory;
-  const Ranks world = everyone();
+TEST(DistributedCheckpointManager, WhatTheDiskOfRank0RefusesIsToldToAllAndTheLastFileStaysWhole) {
+  const SharedDirectory directory;
+  const BackendPtr world = make_world_backend();
   Mixed mixed(world);
   DistributedCheckpointManager checkpoints(directory.path(), world);
   mixed.set(1);
@@ -109,7 +109,7 @@ TEST(DistributedCheckpoints, WhatTheDiskOfRank0RefusesIsToldToAllAndTheLastFileS
     {
       const test_support::ScopedSyscalls failing(failing_on_rank_0(name));
       EXPECT_THAT(
-          common_error_of(world, [&] { checkpoints.save(mixed.run.state, 2); }),
+          common_message_of(world, [&] { checkpoints.save(mixed.run.state, 2); }),
           AllOf(HasSubstr("rank 0 of"), HasSubstr(std::strerror(name == "write" ? ENOSPC : EIO))))
           << name;
     }
@@ -124,29 +124,29 @@ TEST(DistributedCheckpoints, WhatTheDiskOfRank0RefusesIsToldToAllAndTheLastFileS
   barrier(world);
 }
 
-TEST(DistributedCheckpoints, WhereOneRankCannotSaveNoneDoesAndTheNextSaveGoesWell) {
-  const SharedFolder directory;
-  const Ranks world = everyone();
+TEST(DistributedCheckpointManager, WhereOneRankCannotSaveNoneDoesAndTheNextSaveGoesWell) {
+  const SharedDirectory directory;
+  const BackendPtr world = make_world_backend();
   const int last = world->getSize() - 1;
   for (int victim = 0; victim <= last; ++victim) {
     TrainingState state;
-    Fussy fussy;
+    ThrowingObject throwing_object;
     AlikeShard run(3, world);
     run.run(0, 2);
     // Before the one that refuses, and behind it, is one for which all ranks must come.
-    state.add("before", run.optimizer).add("fussy", fussy);
+    state.add("before", run.optimizer).add("throwing_object", throwing_object);
     AlikeShard other(4, world);
     state.add("behind", other.optimizer);
     DistributedCheckpointManager checkpoints(directory.path(), world);
     const std::size_t files = checkpoints.checkpoints().size();
     barrier(world);
-    fussy.refuses_saving = world->getRank() == victim;
-    EXPECT_THAT(common_error_of(world, [&] { checkpoints.save(state, 1); }),
-                AllOf(HasSubstr("rank " + std::to_string(victim) + " of"), HasSubstr("\"fussy\""),
-                      HasSubstr("I will not be saved")));
+    throwing_object.throws_on_save = world->getRank() == victim;
+    EXPECT_THAT(common_message_of(world, [&] { checkpoints.save(state, 1); }),
+                AllOf(HasSubstr("rank " + std::to_string(victim) + " of"),
+                      HasSubstr("\"throwing_object\""), HasSubstr("I will not be saved")));
     EXPECT_EQ(checkpoints.checkpoints().size(), files);
     barrier(world);
-    fussy.refuses_saving = false;
+    throwing_object.throws_on_save = false;
     checkpoints.save(state, 1);
     EXPECT_GE(checkpoints.checkpoints().size(), 1U);
     barrier(world);
@@ -154,9 +154,9 @@ TEST(DistributedCheckpoints, WhereOneRankCannotSaveNoneDoesAndTheNextSaveGoesWel
 }
 
 /// Which is found before a ShardedOptimizer waits for the rank that has them.
-TEST(DistributedCheckpoints, AveragesInTheWeightsOfOneRankAreToldToAll) {
-  const SharedFolder directory;
-  const Ranks world = everyone();
+TEST(DistributedCheckpointManager, AveragesInTheWeightsOfOneRankAreToldToAll) {
+  const SharedDirectory directory;
+  const BackendPtr world = make_world_backend();
   Mixed mixed(world);
   mezzo::Ema ema(mixed.run.net->parameters());
   DistributedCheckpointManager checkpoints(directory.path(), world);
@@ -165,45 +165,46 @@ TEST(DistributedCheckpoints, AveragesInTheWeightsOfOneRankAreToldToAll) {
     std::optional<mezzo::EmaGuard> averages;
     if (world->getRank() == world->getSize() - 1) averages.emplace(ema);
     const std::string who = "rank " + std::to_string(world->getSize() - 1) + " of";
-    EXPECT_THAT(common_error_of(world, [&] { checkpoints.save(mixed.run.state, 2); }),
+    EXPECT_THAT(common_message_of(world, [&] { checkpoints.save(mixed.run.state, 2); }),
                 AllOf(HasSubstr(who), HasSubstr("an EmaGuard is alive")));
-    EXPECT_THAT(common_error_of(world, [&] { checkpoints.load_latest(mixed.run.state); }),
+    EXPECT_THAT(common_message_of(world, [&] { checkpoints.load_latest(mixed.run.state); }),
                 AllOf(HasSubstr(who), HasSubstr("an EmaGuard is alive")));
   }
   checkpoints.save(mixed.run.state, 2);
 }
 
-TEST(DistributedCheckpoints, RanksThatDifferAreNamedWithWhatTheyHave) {
-  const Ranks world = everyone();
+TEST(DistributedCheckpointManager, RanksThatDifferAreNamedWithWhatTheyHave) {
+  const BackendPtr world = make_world_backend();
   if (world->getSize() == 1) return;
-  const SharedFolder directory;
+  const SharedDirectory directory;
   DistributedCheckpointManager checkpoints(directory.path(), world);
   const bool is_last = world->getRank() == world->getSize() - 1;
   const std::string who = "rank " + std::to_string(world->getSize() - 1) + " has ";
   Own own(world);
-  EXPECT_THAT(common_error_of(world, [&] { checkpoints.save(own.state, is_last ? 4 : 3); }),
+  EXPECT_THAT(common_message_of(world, [&] { checkpoints.save(own.state, is_last ? 4 : 3); }),
               HasSubstr(who + "\"step 4\" where rank 0 has \"step 3\""));
   torch::manual_seed(1);
   torch::nn::Linear linear(3, is_last ? 5 : 4);
   TrainingState other_shape;
   other_shape.add("model", linear);
-  EXPECT_THAT(common_error_of(world, [&] { checkpoints.save(other_shape, 3); }),
+  EXPECT_THAT(common_message_of(world, [&] { checkpoints.save(other_shape, 3); }),
               HasSubstr(who + "\"model.weight: Float [5, 3]"));
   const TrainingState empty;
-  EXPECT_THAT(common_error_of(world, [&] { checkpoints.save(is_last ? empty : own.state, 3); }),
+  EXPECT_THAT(common_message_of(world, [&] { checkpoints.save(is_last ? empty : own.state, 3); }),
               HasSubstr("the state is empty"));
-  EXPECT_THAT(common_error_of(world, [&] { checkpoints.load_latest(is_last ? empty : own.state); }),
-              HasSubstr("the state is empty"));
+  EXPECT_THAT(
+      common_message_of(world, [&] { checkpoints.load_latest(is_last ? empty : own.state); }),
+      HasSubstr("the state is empty"));
   EXPECT_THAT(checkpoints.checkpoints(), IsEmpty());
-  EXPECT_THAT(common_error_of(world, [&] { checkpoints.save(own.state, -1); }),
+  EXPECT_THAT(common_message_of(world, [&] { checkpoints.save(own.state, -1); }),
               HasSubstr("rank 0 of " + std::to_string(world->getSize()) +
                         ": CheckpointManager::save: step is -1"));
 }
 
-TEST(DistributedCheckpoints, ARankWithOtherBitsOfAWeightIsNamedOnAllAndNothingIsSaved) {
-  const Ranks world = everyone();
+TEST(DistributedCheckpointManager, ARankWithOtherBitsOfAWeightIsNamedOnAllAndNothingIsSaved) {
+  const BackendPtr world = make_world_backend();
   if (world->getSize() == 1) return;
-  const SharedFolder directory;
+  const SharedDirectory directory;
   DistributedCheckpointManager checkpoints(directory.path(), world);
   AlikeShard run(3, world);
   const bool is_last = world->getRank() == world->getSize() - 1;
@@ -211,11 +212,11 @@ TEST(DistributedCheckpoints, ARankWithOtherBitsOfAWeightIsNamedOnAllAndNothingIs
     const torch::NoGradGuard no_grad;
     if (is_last) run.net->parameters()[1].flatten()[2].add_(1e-6);
   }
-  EXPECT_THAT(common_error_of(world, [&] { checkpoints.save(run.state, 1); }),
+  EXPECT_THAT(common_message_of(world, [&] { checkpoints.save(run.state, 1); }),
               HasSubstr("rank " + std::to_string(world->getSize() - 1) +
                         " has \"model.0.bias: Float [17], bits with the CRC-32C"));
   EXPECT_THAT(checkpoints.checkpoints(), IsEmpty());
 }
 
 }  // namespace
-}  // namespace checkpoint_ranks
+}  // namespace distributed_checkpoint_test

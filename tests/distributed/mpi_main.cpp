@@ -11,17 +11,17 @@
 #include <stdexcept>
 #include <string>
 
-#include "ranks.h"
+#include "test_backends.h"
 
 namespace {
 
+using distributed_test::BackendPtr;
 using distributed_test::barrier;
-using distributed_test::everyone;
-using distributed_test::Ranks;
+using distributed_test::make_world_backend;
 
-class EndAllRanks : public testing::EmptyTestEventListener {
+class AbortOnFailureListener : public testing::EmptyTestEventListener {
  public:
-  explicit EndAllRanks(int rank) : rank_(rank) {}
+  explicit AbortOnFailureListener(int rank) : rank_(rank) {}
 
   void OnTestStart(const testing::TestInfo& test) override {
     test_ = std::string(test.test_suite_name()) + '.' + test.name();
@@ -46,14 +46,14 @@ int run_tests() {
   MPI_Comm_rank(MPI_COMM_WORLD, &rank);
   auto& listeners = testing::UnitTest::GetInstance()->listeners();
   if (rank != 0) delete listeners.Release(listeners.default_result_printer());
-  listeners.Append(new EndAllRanks(rank));
+  listeners.Append(new AbortOnFailureListener(rank));
   return RUN_ALL_TESTS();
 }
 
-int throw_on_the_last_rank() {
+int throw_on_last_rank() {
   try {
     const mezzo::MpiEnvironment mpi;
-    const Ranks world = everyone();
+    const BackendPtr world = make_world_backend();
     if (world->getRank() == world->getSize() - 1)
       throw std::runtime_error("the words of the exception");
     barrier(world);
@@ -65,7 +65,7 @@ int throw_on_the_last_rank() {
   return 1;
 }
 
-int make_a_group_without_threads() {
+int construct_backend_without_threads() {
   MPI_Init(nullptr, nullptr);
   int status = 1;
   try {
@@ -82,9 +82,9 @@ int make_a_group_without_threads() {
 
 int main(int argc, char** argv) {
   testing::InitGoogleTest(&argc, argv);
-  if (argc > 1 && argv[1] == std::string("--the-last-rank-throws")) return throw_on_the_last_rank();
+  if (argc > 1 && argv[1] == std::string("--the-last-rank-throws")) return throw_on_last_rank();
   if (argc > 1 && argv[1] == std::string("--mpi-has-no-threads")) {
-    return make_a_group_without_threads();
+    return construct_backend_without_threads();
   }
   if (argc > 1 && argv[1] == std::string("--the-program-initialises-mpi")) {
     int level = MPI_THREAD_SINGLE;

@@ -1,7 +1,7 @@
-// Muon's steps need whole matrices: under DataParallel each rank takes them all, under a
+// Muon's steps need whole matrices: under DistributedDataParallel each rank takes them all, under a
 // ShardedOptimizer those of the matrices that it owns.
 
-#include <mezzo/distributed/data_parallel.h>
+#include <mezzo/distributed/distributed_data_parallel.h>
 #include <mezzo/distributed/sharded_optimizer.h>
 #include <mezzo/optim/muon.h>
 #include <mezzo/scaling/grad_scaler.h>
@@ -13,11 +13,11 @@
 #include <memory>
 #include <vector>
 
-#include "ranks.h"
+#include "test_backends.h"
 
 namespace {
 
-using distributed_test::everyone;
+using distributed_test::make_world_backend;
 using mezzo::optim::Muon;
 using mezzo::optim::MuonOptions;
 
@@ -41,14 +41,14 @@ std::vector<torch::Tensor> trained(const MakeOptimizer& make) {
 }
 
 TEST(MpiMuon, TakesTheStepsOfOneProcessUnderDataParallelAndAZeRo1Optimizer) {
-  const auto world = everyone();
+  const auto world = make_world_backend();
   if (world->getSize() == 3) GTEST_SKIP() << "thirds are not exact";
   const MuonOptions options(2e-2);
   const auto alone =
       trained([&](auto& model) { return std::make_unique<Muon>(model->parameters(), options); });
-  std::unique_ptr<mezzo::DataParallel<torch::nn::Sequential>> ddp;
+  std::unique_ptr<mezzo::DistributedDataParallel<torch::nn::Sequential>> ddp;
   const auto together = trained([&](auto& model) {
-    ddp = std::make_unique<mezzo::DataParallel<torch::nn::Sequential>>(model, world);
+    ddp = std::make_unique<mezzo::DistributedDataParallel<torch::nn::Sequential>>(model, world);
     return std::make_unique<Muon>(model->parameters(), options);
   });
   const auto sharded = trained([&](auto& model) {

@@ -18,20 +18,20 @@
 
 #include "../support/message_of.h"
 #include "../support/save_to_string.h"
-#include "ranks.h"
-#include "ranks_beside_one.h"
+#include "single_process_reference.h"
+#include "test_backends.h"
 
 namespace sharded_optimizer_test {
 namespace {
 
-using distributed_test::everyone;
-using distributed_test::Ranks;
+using distributed_test::BackendPtr;
+using distributed_test::make_world_backend;
 using mezzo::ShardedOptimizer;
 using mezzo::optim::WeightStorage;
-using ranks_beside_one::batches;
-using ranks_beside_one::kSmallBuckets;
-using ranks_beside_one::loss_of;
-using ranks_beside_one::Model;
+using single_process_reference::batches;
+using single_process_reference::kSmallBuckets;
+using single_process_reference::loss_of;
+using single_process_reference::Model;
 using test_support::message_of;
 using torch::optim::OptimizerParamGroup;
 
@@ -66,7 +66,8 @@ struct SideBySide {
   }
 
   /// The backward pass of this rank's part of the batch, whose averages both get.
-  void backward(const ranks_beside_one::Batch& batch, double factor = 1, bool scales = true) {
+  void backward(const single_process_reference::Batch& batch, double factor = 1,
+                bool scales = true) {
     sharded.zero_grad();
     const at::Tensor loss =
         loss_of(model, batch.part(ranks->getRank(), ranks->getSize()), ranks->getRank());
@@ -84,19 +85,19 @@ struct SideBySide {
     EXPECT_EQ(scaler_alone.step(whole, options).applied(), runs) << what;
     scaler.update();
     scaler_alone.update();
-    ranks_beside_one::expect_equal(model, alone, what);
+    single_process_reference::expect_equal(model, alone, what);
   }
   void step_without_scale(const std::string& what) {
     sharded.step();
     whole.step();
-    ranks_beside_one::expect_equal(model, alone, what);
+    single_process_reference::expect_equal(model, alone, what);
   }
   void set_lr(double lr) {
     sharded.param_groups()[1].options().set_lr(lr);
     whole.param_groups()[1].options().set_lr(lr);
   }
 
-  Ranks ranks = everyone();
+  BackendPtr ranks = make_world_backend();
   Model model, alone;
   ShardedOptimizer<Optimizer> sharded;
   Optimizer whole;
@@ -213,7 +214,7 @@ TEST(ShardedOptimizer, TakesOptimizersOfLibtorchToo) {
 }
 
 TEST(ShardedOptimizer, MicroBatchesStayLocalUntilTheLast) {
-  const Ranks ranks = everyone();
+  const BackendPtr ranks = make_world_backend();
   const at::Tensor weight = torch::zeros({301}).requires_grad_();
   ShardedOptimizer<mezzo::optim::SGD> optimizer({weight}, ranks, mezzo::optim::SGDOptions(1.));
   {
@@ -226,7 +227,7 @@ TEST(ShardedOptimizer, MicroBatchesStayLocalUntilTheLast) {
 }
 
 TEST(ShardedOptimizer, ARankKeepsTheStateOfItsParametersAlone) {
-  const Ranks ranks = everyone();
+  const BackendPtr ranks = make_world_backend();
   torch::manual_seed(1);
   torch::nn::Sequential model;
   for (int i = 0; i < 8; ++i) model->push_back(torch::nn::Linear(16, 16));
@@ -243,12 +244,12 @@ TEST(ShardedOptimizer, ARankKeepsTheStateOfItsParametersAlone) {
   };
   expect_a_share();
   const std::string file = test_support::save_to_string(optimizer);
-  test_support::load_from_string(optimizer, mezzo::detail::broadcast_text(ranks, file, 0));
+  test_support::load_from_string(optimizer, mezzo::detail::broadcast_string(ranks, file, 0));
   expect_a_share();  // after a load too
 }
 
 TEST(ShardedOptimizer, ARankThatOwnsNothingGoesAlong) {
-  const Ranks ranks = everyone();
+  const BackendPtr ranks = make_world_backend();
   const at::Tensor weight = torch::zeros({3}).requires_grad_();
   ShardedOptimizer<mezzo::optim::SGD> optimizer({weight}, ranks, mezzo::optim::SGDOptions(1.));
   mezzo::GradScaler scaler({.init_scale = 8.});
@@ -263,7 +264,7 @@ TEST(ShardedOptimizer, ARankThatOwnsNothingGoesAlong) {
 }
 
 TEST(ShardedOptimizer, BeginsWithTheValuesOfRank0AndNamesARankThatDiffers) {
-  const Ranks ranks = everyone();
+  const BackendPtr ranks = make_world_backend();
   using Sharded = ShardedOptimizer<mezzo::optim::AdamW>;
   const mezzo::optim::AdamWOptions options(0.01);
   const at::Tensor trained = torch::full({301}, ranks->getRank() + 1.).requires_grad_();

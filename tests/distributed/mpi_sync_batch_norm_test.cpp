@@ -13,14 +13,14 @@
 
 #include "../support/message_of.h"
 #include "rank_equality.h"
-#include "ranks.h"
+#include "test_backends.h"
 
 namespace {
 
 using distributed_test::all_reduce;
-using distributed_test::everyone;
+using distributed_test::BackendPtr;
 using distributed_test::expect_same_bits_on_all_ranks;
-using distributed_test::Ranks;
+using distributed_test::make_world_backend;
 using distributed_test::ReduceOp;
 using mezzo::SyncBatchNorm;
 using test_support::message_of;
@@ -57,7 +57,7 @@ std::vector<int64_t> uneven(int ranks) {
 }
 
 struct SyncBatchNormTest : testing::Test {
-  const Ranks world = everyone();
+  const BackendPtr world = make_world_backend();
 
   at::Tensor summed(const at::Tensor& tensor) {
     const at::Tensor sum = tensor.detach().clone();

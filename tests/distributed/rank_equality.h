@@ -7,12 +7,12 @@
 
 #include <string>
 
-#include "ranks.h"
+#include "test_backends.h"
 
 namespace distributed_test {
 
 /// All ranks call it; `name` says what differs, should it.
-inline void expect_same_bits_on_all_ranks(const Ranks& world, const at::Tensor& tensor,
+inline void expect_same_bits_on_all_ranks(const BackendPtr& world, const at::Tensor& tensor,
                                           const std::string& name) {
   const at::Tensor bits = tensor.detach().flatten().view(at::kByte);
   const at::Tensor all = at::empty({world->getSize(), bits.numel()}, at::kByte);
@@ -24,7 +24,7 @@ inline void expect_same_bits_on_all_ranks(const Ranks& world, const at::Tensor& 
 
 /// The same of all parameters of `model`, a module holder.
 template <class Holder>
-void expect_same_weights_on_all_ranks(const Ranks& world, const Holder& model) {
+void expect_same_weights_on_all_ranks(const BackendPtr& world, const Holder& model) {
   for (const auto& item : model->named_parameters()) {
     expect_same_bits_on_all_ranks(world, item.value(), item.key());
   }

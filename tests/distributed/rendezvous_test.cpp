@@ -23,7 +23,7 @@ namespace {
 
 using namespace std::chrono_literals;
 using distributed_test::free_port;
-using mezzo::ProcessGroupEnvironment;
+using mezzo::DistributedEnvironment;
 using test_support::message_of;
 using testing::HasSubstr;
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
@@ -70,7 +70,7 @@ Values with_master(Values values) {
   return values;
 }
 
-TEST(ProcessGroupEnvironment, ReadsWhatEachLauncherSets) {
+TEST(DistributedEnvironment, ReadsWhatEachLauncherSets) {
   const std::vector<Values> launchers = {
       {{"RANK", "5"}, {"WORLD_SIZE", "8"}, {"LOCAL_RANK", "1"}},
       {{"OMPI_COMM_WORLD_RANK", "5"},
@@ -87,32 +87,32 @@ TEST(ProcessGroupEnvironment, ReadsWhatEachLauncherSets) {
       {{"WORLD_SIZE", "3"}, {"SLURM_PROCID", "5"}, {"SLURM_NTASKS", "8"}, {"SLURM_LOCALID", "1"}}};
   for (const Values& values : launchers) {
     const Variables set(with_master(values));
-    const auto environment = ProcessGroupEnvironment::read();
+    const auto environment = DistributedEnvironment::from_env();
     EXPECT_EQ(environment.rank, 5);
     EXPECT_EQ(environment.world_size, 8);
     EXPECT_EQ(environment.local_rank, 1);
     EXPECT_EQ(environment.master_addr, "10.0.0.7");
     EXPECT_EQ(environment.master_port, 29400);
     EXPECT_FALSE(environment.has_agent_store);
-    EXPECT_EQ(environment.restarts, 0);
+    EXPECT_EQ(environment.restart_count, 0);
   }
 }
 
-TEST(ProcessGroupEnvironment, ReadsTorchrunsAgentAndKubernetesWithoutLocalRank) {
+TEST(DistributedEnvironment, ReadsTorchrunsAgentAndKubernetesWithoutLocalRank) {
   const Variables set(with_master({{"RANK", "1"},
                                    {"WORLD_SIZE", "2"},
                                    {"TORCHELASTIC_USE_AGENT_STORE", "True"},
                                    {"TORCHELASTIC_RESTART_COUNT", "4"}}));
-  const auto environment = ProcessGroupEnvironment::read();
+  const auto environment = DistributedEnvironment::from_env();
   EXPECT_EQ(environment.local_rank, 0);
   EXPECT_TRUE(environment.has_agent_store);
-  EXPECT_EQ(environment.restarts, 4);
+  EXPECT_EQ(environment.restart_count, 4);
 }
 
-TEST(ProcessGroupEnvironment, NamesTheVariableThatIsMissingOrWrong) {
+TEST(DistributedEnvironment, NamesTheVariableThatIsMissingOrWrong) {
   const auto error_with = [](const Values& values) {
     const Variables set(values);
-    return message_of([] { ProcessGroupEnvironment::read(); });
+    return message_of([] { DistributedEnvironment::from_env(); });
   };
   EXPECT_THAT(error_with({}), testing::AllOf(HasSubstr("WORLD_SIZE is not set"),
                                              HasSubstr("torchrun, mpirun or srun")));
@@ -133,20 +133,20 @@ TEST(ProcessGroupEnvironment, NamesTheVariableThatIsMissingOrWrong) {
       HasSubstr("MASTER_PORT must be a number from 1 to 65535, but is \"70000\""));
 }
 
-ProcessGroupEnvironment environment_of(int rank, int size, int port, int restarts = 0) {
+DistributedEnvironment make_environment(int rank, int size, int port, int restarts = 0) {
   return {.rank = rank,
           .world_size = size,
           .local_rank = rank,
           .master_addr = "127.0.0.1",
           .master_port = static_cast<std::uint16_t>(port),
-          .restarts = restarts};
+          .restart_count = restarts};
 }
 
-std::vector<StorePtr> meet(const std::vector<ProcessGroupEnvironment>& ranks) {
+std::vector<StorePtr> meet(const std::vector<DistributedEnvironment>& ranks) {
   std::vector<StorePtr> stores(ranks.size());
   std::vector<std::thread> threads;
   for (std::size_t i = 0; i < ranks.size(); ++i) {
-    threads.emplace_back([&, i] { stores[i] = mezzo::rendezvous(ranks[i], 20s); });
+    threads.emplace_back([&, i] { stores[i] = mezzo::rendezvous_store(ranks[i], 20s); });
   }
   for (auto& thread : threads) thread.join();
   return stores;
@@ -154,8 +154,8 @@ std::vector<StorePtr> meet(const std::vector<ProcessGroupEnvironment>& ranks) {
 
 TEST(Rendezvous, RanksMeetAtTheStoreOfRankZero) {
   const int port = free_port();
-  const auto stores =
-      meet({environment_of(0, 3, port), environment_of(1, 3, port), environment_of(2, 3, port)});
+  const auto stores = meet(
+      {make_environment(0, 3, port), make_environment(1, 3, port), make_environment(2, 3, port)});
   stores[1]->set("key", std::string("value"));
   EXPECT_EQ(stores[0]->get_to_str("key"), "value");
   EXPECT_EQ(stores[2]->get_to_str("key"), "value");
@@ -164,8 +164,9 @@ TEST(Rendezvous, RanksMeetAtTheStoreOfRankZero) {
 // Takes a second: c10d looks whether all have come no more often than that.
 TEST(Rendezvous, WhoeverDoesNotComeIsMissedInTime) {
   const auto start = std::chrono::steady_clock::now();
-  EXPECT_NE(message_of([&] { mezzo::rendezvous(environment_of(0, 2, free_port()), 500ms); }),
-            "no error");
+  EXPECT_NE(
+      message_of([&] { mezzo::rendezvous_store(make_environment(0, 2, free_port()), 500ms); }),
+      "no error");
   EXPECT_LT(std::chrono::steady_clock::now() - start, 10s);
 }
 
@@ -176,9 +177,9 @@ TEST(Rendezvous, UnderTorchrunProcessesThatAreStartedAnewSeeNothingOfEarlierOnes
   options.waitWorkers = false;
   const auto agent = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
   const auto at_the_agent = [&](int rank, int restarts) {
-    auto environment = environment_of(rank, 2, agent->getPort(), restarts);
+    auto environment = make_environment(rank, 2, agent->getPort(), restarts);
     environment.has_agent_store = true;
-    return mezzo::rendezvous(environment, 20s);
+    return mezzo::rendezvous_store(environment, 20s);
   };
   at_the_agent(0, 0)->set("key", std::string("stale"));
   const StorePtr first = at_the_agent(0, 1), second = at_the_agent(1, 1);
@@ -190,7 +191,7 @@ TEST(Rendezvous, UnderTorchrunProcessesThatAreStartedAnewSeeNothingOfEarlierOnes
 TEST(BroadcastParameters, RefuseANullGroup) {
   const mezzo::TensorsByName tensors = {{"weight", at::zeros({2})}};
   EXPECT_THAT(message_of([&] { mezzo::broadcast_parameters(tensors, nullptr); }),
-              HasSubstr("broadcast_parameters: `group` is null"));
+              HasSubstr("broadcast_parameters: `backend` is null"));
 }
 
 }  // namespace

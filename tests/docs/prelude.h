@@ -53,7 +53,7 @@ extern mezzo::StepResult result;
 extern mezzo::AutocastOptions setting;
 extern const mezzo::OpOverrides overrides;
 extern c10::intrusive_ptr<c10d::Backend> world;
-extern mezzo::DataParallel<Net> ddp;
+extern mezzo::DistributedDataParallel<Net> ddp;
 
 extern std::int64_t step, epoch, accumulate;
 

@@ -3,7 +3,7 @@
 #include <mezzo/autocast/autocast_guard.h>
 #include <mezzo/autocast/autocast_module.h>
 #include <mezzo/checkpoint/checkpoint.h>
-#include <mezzo/distributed/data_parallel.h>
+#include <mezzo/distributed/distributed_data_parallel.h>
 #include <mezzo/opt_levels/amp.h>
 #include <mezzo/optim/sgd.h>
 
@@ -17,7 +17,7 @@
 #include <utility>
 #include <vector>
 
-#include "../distributed/alike_ranks.h"
+#include "../distributed/fake_backend.h"
 #include "../support/message_of.h"
 #include "../support/temp_dir.h"
 
@@ -146,7 +146,7 @@ TEST(Containers, TrainInDataParallelAsAlone) {
   mezzo::optim::SGD optimizer(alone->parameters(), mezzo::optim::SGDOptions(1e-2));
   alone->forward(batch()).square().sum().backward();
   optimizer.step();
-  mezzo::DataParallel ddp(model, distributed_test::alike_ranks(2));
+  mezzo::DistributedDataParallel ddp(model, distributed_test::make_fake_backend(2));
   mezzo::optim::SGD shared(model->parameters(), mezzo::optim::SGDOptions(1e-2));
   ddp(batch()).square().sum().backward();
   shared.step();

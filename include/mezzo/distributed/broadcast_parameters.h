@@ -4,7 +4,7 @@
 
 #include <mezzo/base/tensors_by_name.h>
 #include <mezzo/base/version.h>
-#include <mezzo/distributed/detail/ranks.h>
+#include <mezzo/distributed/detail/collectives.h>
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
@@ -23,9 +23,10 @@ namespace detail {
 
 /// Compares names, dtypes, shapes and whether gradients are wanted, and lines of `options` before;
 /// then gives every rank rank 0's values. Returns the tensors that want gradients.
-inline std::vector<at::Tensor> broadcast_alike(const TensorsByName& tensors, const GroupPtr& group,
-                                               const std::string& options) {
-  checked(group, "broadcast_parameters");
+inline std::vector<at::Tensor> verify_and_broadcast(const TensorsByName& tensors,
+                                                    const BackendPtr& backend,
+                                                    const std::string& options) {
+  check_backend(backend, "broadcast_parameters");
   std::ostringstream lines;
   lines << options;
   std::vector<at::Tensor> defined, trained;
@@ -40,9 +41,9 @@ inline std::vector<at::Tensor> broadcast_alike(const TensorsByName& tensors, con
     defined.push_back(tensor);
     if (tensor.requires_grad()) trained.push_back(tensor);
   }
-  check_alike(group, "broadcast_parameters", lines.str(),
-              "build the same model on all ranks, and give them the same options");
-  broadcast(group, defined, 0);
+  check_equal_on_all_ranks(backend, "broadcast_parameters", lines.str(),
+                           "build the same model on all ranks, and give them the same options");
+  broadcast(backend, defined, 0);
   return trained;
 }
 
@@ -54,22 +55,23 @@ inline std::vector<at::Tensor> broadcast_alike(const TensorsByName& tensors, con
 /// \throws c10::Error, on every rank and before anything is written, naming the first rank that
 ///   differs from rank 0 and the tensor in which it does
 inline void broadcast_parameters(const TensorsByName& tensors,
-                                 c10::intrusive_ptr<c10d::Backend> group) {
-  detail::broadcast_alike(tensors, group, "");
+                                 c10::intrusive_ptr<c10d::Backend> backend) {
+  detail::verify_and_broadcast(tensors, backend, "");
 }
 
 /// Compares a number that must be the same on all ranks, such as the number of batches of an epoch:
 /// the other ranks would wait for a rank with fewer batches, or meet it in its next epoch. All
 /// ranks call it.
 ///
-///     mezzo::require_equal(world, "batches", batches_of_this_rank);
+///     mezzo::check_equal_on_all_ranks(world, "batches", batches_of_this_rank);
 ///
 /// \throws c10::Error, on every rank, naming the first rank whose number is not rank 0's
-inline void require_equal(c10::intrusive_ptr<c10d::Backend> group, const std::string& what,
-                          int64_t own) {
-  detail::check_alike(detail::checked(std::move(group), "require_equal"), "require_equal",
-                      std::to_string(own) + ' ' + what,
-                      "give all ranks as many: DistributedRandomSampler deals samples so");
+inline void check_equal_on_all_ranks(c10::intrusive_ptr<c10d::Backend> backend,
+                                     const std::string& what, int64_t own) {
+  detail::check_equal_on_all_ranks(
+      detail::check_backend(std::move(backend), "check_equal_on_all_ranks"),
+      "check_equal_on_all_ranks", std::to_string(own) + ' ' + what,
+      "give all ranks as many: DistributedRandomSampler deals samples so");
 }
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

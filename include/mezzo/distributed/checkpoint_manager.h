@@ -7,7 +7,7 @@
 #include <mezzo/checkpoint/checkpoint.h>
 #include <mezzo/checkpoint/detail/checkpoint_file.h>
 #include <mezzo/checkpoint/detail/state_file.h>
-#include <mezzo/distributed/detail/ranks.h>
+#include <mezzo/distributed/detail/collectives.h>
 
 #include <ATen/core/List.h>
 #include <ATen/core/ivalue.h>
@@ -26,7 +26,7 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
-/// Saves and loads checkpoints of the ranks of a c10d group, as CheckpointManager
+/// Saves and loads checkpoints of the ranks of a c10d backend, as CheckpointManager
 /// (mezzo/checkpoint/checkpoint.h) does for one process:
 ///
 /// \code
@@ -52,12 +52,12 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 class DistributedCheckpointManager {
  public:
   /// Reads and writes nothing yet.
-  /// \throws c10::Error if `group` is null, or unless max_to_keep is at least 1
+  /// \throws c10::Error if `backend` is null, or unless max_to_keep is at least 1
   DistributedCheckpointManager(const std::filesystem::path& directory,
-                               c10::intrusive_ptr<c10d::Backend> group,
+                               c10::intrusive_ptr<c10d::Backend> backend,
                                CheckpointManagerOptions options = {})
       : directory_(std::filesystem::absolute(directory.empty() ? "." : directory)),
-        group_(detail::checked(std::move(group), "DistributedCheckpointManager")),
+        backend_(detail::check_backend(std::move(backend), "DistributedCheckpointManager")),
         manager_(directory_, std::move(options)) {}
 
   /// Does what CheckpointManager::save does. All ranks return when the file is in its place. The
@@ -76,16 +76,18 @@ class DistributedCheckpointManager {
     std::string failure;
     for (const detail::CheckpointEntry& one : entries) {
       c10::IValue value;
-      const std::string words = detail::failure_of([&] { value = one.stateful.save(names); });
+      const std::string words =
+          detail::get_error_message([&] { value = one.stateful.save(names); });
       if (failure.empty() && !words.empty()) failure = '"' + one.name + "\": " + words;
       values.insert(one.name, value);
       if (one.is_per_rank) own.insert(one.name, value);
     }
     std::vector<char> bytes;
-    const std::string words = detail::failure_of([&] { bytes = torch::jit::pickle_save(own); });
-    detail::throw_together(group_, kCaller, failure.empty() ? words : failure);
-    const auto of_ranks = detail::gather_texts(group_, {bytes.begin(), bytes.end()});
-    const std::string outcome = detail::from_rank_0(group_, kCaller, [&] {
+    const std::string words =
+        detail::get_error_message([&] { bytes = torch::jit::pickle_save(own); });
+    detail::throw_if_any_rank_failed(backend_, kCaller, failure.empty() ? words : failure);
+    const auto of_ranks = detail::all_gather_strings(backend_, {bytes.begin(), bytes.end()});
+    const std::string outcome = detail::run_on_rank0(backend_, kCaller, [&] {
       detail::check_saveable("CheckpointManager::save", entries, step);
       detail::PythonDict ranks = detail::make_dict();  // a list of values by name
       for (const std::string& text : of_ranks) {
@@ -114,7 +116,7 @@ class DistributedCheckpointManager {
     constexpr const char* kCaller = "DistributedCheckpointManager::load_latest";
     check_states(kCaller, state, options.ignore_unexpected ? "a subset" : "the whole state",
                  /*with_parameters=*/false);
-    std::istringstream names(detail::from_rank_0(group_, kCaller, [this] {
+    std::istringstream names(detail::run_on_rank0(backend_, kCaller, [this] {
       std::string all;  // the newest first, a line each
       for (const auto& file : manager_.checkpoints()) all += file.filename().string() + '\n';
       return all;
@@ -124,25 +126,26 @@ class DistributedCheckpointManager {
       const std::filesystem::path file = directory_ / name;
       detail::LoadPlan load_plan;
       std::string failure;
-      const std::string refusal = detail::failure_of([&] {
+      const std::string refusal = detail::get_error_message([&] {
         try {
           load_plan = detail::make_load_plan(file, state.entries(), options.ignore_unexpected,
-                                             {group_->getRank(), group_->getSize()});
+                                             {backend_->getRank(), backend_->getSize()});
         } catch (const detail::InvalidCheckpointError& unusable) {
-          failure = unusable.what() + std::string(" on rank ") + std::to_string(group_->getRank());
+          failure =
+              unusable.what() + std::string(" on rank ") + std::to_string(backend_->getRank());
         }
       });
-      detail::throw_together(group_, kCaller, refusal);
+      detail::throw_if_any_rank_failed(backend_, kCaller, refusal);
       bool is_corrupt = false;
-      for (const std::string& of_rank : detail::gather_texts(group_, failure)) {
+      for (const std::string& of_rank : detail::all_gather_strings(backend_, failure)) {
         if (of_rank.empty() || std::exchange(is_corrupt, true)) continue;
         failures += "\n  " + name + ' ' + of_rank;
-        on_rank_0(kCaller, [&] { manager_.skip_corrupt(file, of_rank); });
+        notify_on_rank0(kCaller, [&] { manager_.skip_corrupt(file, of_rank); });
       }
       if (is_corrupt) continue;
-      detail::throw_together(group_, kCaller,
-                             detail::failure_of([&] { detail::apply(load_plan); }));
-      on_rank_0(kCaller, [&] {
+      detail::throw_if_any_rank_failed(
+          backend_, kCaller, detail::get_error_message([&] { detail::apply(load_plan); }));
+      notify_on_rank0(kCaller, [&] {
         for (const std::string& note : load_plan.notes) manager_.warn(file.string() + ": " + note);
       });
       return LoadedCheckpoint{load_plan.path, load_plan.step};
@@ -159,8 +162,8 @@ class DistributedCheckpointManager {
  private:
   /// Calls `f`, which calls a callback of the user, on rank 0. If it throws, all ranks throw.
   template <class F>
-  void on_rank_0(const char* caller, const F& f) const {
-    (void)detail::from_rank_0(group_, caller, [&f] {
+  void notify_on_rank0(const char* caller, const F& f) const {
+    (void)detail::run_on_rank0(backend_, caller, [&f] {
       f();
       return std::string();
     });
@@ -171,7 +174,7 @@ class DistributedCheckpointManager {
                     bool with_parameters) const {
     std::ostringstream lines;
     lines << call << '\n';
-    const std::string failure = detail::failure_of([&] {
+    const std::string failure = detail::get_error_message([&] {
       detail::check_not_averaged();
       TORCH_CHECK(!state.entries().empty(),
                   "the state is empty; add what training goes on from, as in "
@@ -191,14 +194,15 @@ class DistributedCheckpointManager {
         }
       }
     });
-    detail::throw_together(group_, caller, failure);
-    detail::check_alike(group_, caller, lines.str(),
-                        "ranks save and load the same; what is each rank's own is added with "
-                        "add_per_rank");
+    detail::throw_if_any_rank_failed(backend_, caller, failure);
+    detail::check_equal_on_all_ranks(
+        backend_, caller, lines.str(),
+        "ranks save and load the same; what is each rank's own is added with "
+        "add_per_rank");
   }
 
   std::filesystem::path directory_;
-  c10::intrusive_ptr<c10d::Backend> group_;
+  c10::intrusive_ptr<c10d::Backend> backend_;
   CheckpointManager manager_;
 };
 

@@ -24,10 +24,10 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 /// Returns libtorch's Gloo backend over `size` processes, of which this one is number `rank`.
 ///
 /// \code
-///   const auto environment = mezzo::ProcessGroupEnvironment::read();   // torchrun, srun, mpirun
-///   const auto world = mezzo::gloo_backend(mezzo::rendezvous(environment), environment.rank,
+///   const auto environment = mezzo::DistributedEnvironment::from_env();   // torchrun, srun, mpirun
+///   const auto world = mezzo::make_gloo_backend(mezzo::rendezvous_store(environment), environment.rank,
 ///                                          environment.world_size);
-///   mezzo::DataParallel ddp(model, world);
+///   mezzo::DistributedDataParallel ddp(model, world);
 /// \endcode
 ///
 /// As PyTorch does, Gloo listens at the network interfaces that GLOO_SOCKET_IFNAME lists, separated
@@ -36,7 +36,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 /// \param timeout  of connecting, and of each collective
 /// \throws c10::Error if the others do not come within `timeout`, cannot be reached, or there is no
 ///   such interface
-inline c10::intrusive_ptr<c10d::ProcessGroupGloo> gloo_backend(
+inline c10::intrusive_ptr<c10d::ProcessGroupGloo> make_gloo_backend(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
     std::chrono::milliseconds timeout = std::chrono::minutes(30)) {
   auto options = c10d::ProcessGroupGloo::Options::create(timeout);

@@ -48,7 +48,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 /// Returns what `ask`, MPI_Initialized or MPI_Finalized, says.
-inline bool mpi_is(int (*ask)(int*)) {
+inline bool get_mpi_flag(int (*ask)(int*)) {
   int flag = 0;
   ask(&flag);
   return flag != 0;
@@ -65,8 +65,8 @@ inline void check_mpi(int code, const char* function) {
 }
 
 /// Returns what `ask`, MPI_Comm_rank or MPI_Comm_size, says of `communicator`.
-inline int mpi_number(MPI_Comm communicator, int (*ask)(MPI_Comm, int*)) {
-  TORCH_CHECK(mpi_is(&MPI_Initialized) && !mpi_is(&MPI_Finalized),
+inline int query_communicator(MPI_Comm communicator, int (*ask)(MPI_Comm, int*)) {
+  TORCH_CHECK(get_mpi_flag(&MPI_Initialized) && !get_mpi_flag(&MPI_Finalized),
               "MpiBackend: MPI is not initialised; put a mezzo::MpiEnvironment before it");
   TORCH_CHECK(communicator != MPI_COMM_NULL,
               "MpiBackend: `communicator` is MPI_COMM_NULL: this process is not one of its ranks; "
@@ -77,14 +77,14 @@ inline int mpi_number(MPI_Comm communicator, int (*ask)(MPI_Comm, int*)) {
 }
 
 /// Returns MPI's operation for a reduction of tensors of `dtype`; for an average, the sum.
-inline MPI_Op mpi_op(at::ScalarType dtype, c10d::ReduceOp::RedOpType reduction) {
+inline MPI_Op to_mpi_op(at::ScalarType dtype, c10d::ReduceOp::RedOpType reduction) {
   if (reduction == c10d::ReduceOp::MAX) return dtype == at::kBool ? MPI_LOR : MPI_MAX;
   if (reduction == c10d::ReduceOp::MIN) return dtype == at::kBool ? MPI_LAND : MPI_MIN;
   return MPI_SUM;
 }
 
 /// Returns MPI's type of `dtype`, for reductions.
-inline MPI_Datatype mpi_type(at::ScalarType dtype) {
+inline MPI_Datatype to_mpi_datatype(at::ScalarType dtype) {
   const std::pair<at::ScalarType, MPI_Datatype> types[] = {
       {at::kBool, MPI_C_BOOL},   {at::kByte, MPI_UINT8_T}, {at::kChar, MPI_INT8_T},
       {at::kShort, MPI_INT16_T}, {at::kInt, MPI_INT32_T},  {at::kLong, MPI_INT64_T},
@@ -96,7 +96,7 @@ inline MPI_Datatype mpi_type(at::ScalarType dtype) {
 }
 
 /// Returns MPI's type of an element that is only moved, of 1 to 16 bytes.
-inline MPI_Datatype mpi_bits(const at::Tensor& tensor) {
+inline MPI_Datatype get_opaque_datatype(const at::Tensor& tensor) {
   const std::array<MPI_Datatype, 5> types = {MPI_UINT8_T, MPI_UINT16_T, MPI_UINT32_T, MPI_UINT64_T,
                                              MPI_C_DOUBLE_COMPLEX};
   return types.at(static_cast<std::size_t>(
@@ -124,7 +124,7 @@ class MpiWork final : public c10d::Work {
   const std::string& name() const noexcept { return name_; }
 
   /// Called once, by the thread that does the collective.
-  void end(const std::exception_ptr& error) {
+  void complete(const std::exception_ptr& error) {
     if (error) {
       future_->setErrorIfNeeded(error);
     } else {
@@ -156,14 +156,14 @@ class MpiEnvironment {
  public:
   /// \throws c10::Error if MPI has been finalised, or has no MPI_THREAD_MULTIPLE
   MpiEnvironment() : exceptions_(std::uncaught_exceptions()) {
-    TORCH_CHECK(!detail::mpi_is(&MPI_Finalized),
+    TORCH_CHECK(!detail::get_mpi_flag(&MPI_Finalized),
                 "MpiEnvironment: MPI has been finalised in this process and cannot be initialised "
                 "again; keep one MpiEnvironment for as long as main runs");
-    if (detail::mpi_is(&MPI_Initialized)) return;
+    if (detail::get_mpi_flag(&MPI_Initialized)) return;
     int provided = MPI_THREAD_SINGLE;
     detail::check_mpi(MPI_Init_thread(nullptr, nullptr, MPI_THREAD_MULTIPLE, &provided),
                       "MPI_Init_thread");
-    initialised_it_ = true;
+    owns_mpi_ = true;
     if (provided < MPI_THREAD_MULTIPLE) {
       MPI_Finalize();
       TORCH_CHECK(false,
@@ -174,17 +174,17 @@ class MpiEnvironment {
 
   ~MpiEnvironment() {
     const bool is_unwinding = std::uncaught_exceptions() > exceptions_;
-    if (initialised_it_ && !is_unwinding && !detail::mpi_is(&MPI_Finalized)) MPI_Finalize();
+    if (owns_mpi_ && !is_unwinding && !detail::get_mpi_flag(&MPI_Finalized)) MPI_Finalize();
   }
 
   MpiEnvironment(const MpiEnvironment&) = delete;
   MpiEnvironment& operator=(const MpiEnvironment&) = delete;
 
   /// Returns whether this object initialised MPI.
-  bool initialised_it() const noexcept { return initialised_it_; }
+  bool owns_mpi() const noexcept { return owns_mpi_; }
 
  private:
-  bool initialised_it_ = false;
+  bool owns_mpi_ = false;
   int exceptions_;
 };
 
@@ -195,8 +195,8 @@ struct MpiBackendOptions {
   std::chrono::milliseconds timeout = std::chrono::minutes(30);
 };
 
-/// A c10d backend of the ranks of an MPI communicator. DataParallel and the other classes of mezzo
-/// take it, and so does any libtorch program, directly or through a ProcessGroup:
+/// A c10d backend of the ranks of an MPI communicator. DistributedDataParallel and the other
+/// classes of mezzo take it, and so does any libtorch program, directly or through a ProcessGroup:
 ///
 /// \code
 ///   auto group = c10::make_intrusive<c10d::ProcessGroup>(rank, size);
@@ -224,8 +224,8 @@ class MpiBackend final : public c10d::Backend {
   /// \throws c10::Error if MPI is not initialised with MPI_THREAD_MULTIPLE, or for a time-out that
   ///   is not positive
   explicit MpiBackend(MPI_Comm communicator, const MpiBackendOptions& options = {})
-      : Backend(detail::mpi_number(communicator, &MPI_Comm_rank),
-                detail::mpi_number(communicator, &MPI_Comm_size)),
+      : Backend(detail::query_communicator(communicator, &MPI_Comm_rank),
+                detail::query_communicator(communicator, &MPI_Comm_size)),
         timeout_(options.timeout),
         exceptions_(std::uncaught_exceptions()) {
     TORCH_CHECK(timeout_.count() > 0, "MpiBackend: `timeout` must be positive, but is ",
@@ -242,9 +242,9 @@ class MpiBackend final : public c10d::Backend {
                       "MPI_Comm_set_errhandler");
     thread_ = std::thread([this] {
       const c10::NoGradGuard no_grad;
-      bool is_gone = false;
-      is_gone_ = &is_gone;
-      while (!is_gone && do_next()) continue;
+      bool is_destroyed = false;
+      is_destroyed_ = &is_destroyed;
+      while (!is_destroyed && run_next()) continue;
     });
   }
 
@@ -258,13 +258,13 @@ class MpiBackend final : public c10d::Backend {
     changed_.notify_all();
     if (thread_.get_id() == std::this_thread::get_id()) {
       // A callback of a work's future held the last reference to this backend.
-      while (do_next()) continue;
-      *is_gone_ = true;
+      while (run_next()) continue;
+      *is_destroyed_ = true;
       thread_.detach();
     } else {
       thread_.join();
     }
-    if (broken_.empty() && !is_abandoned_ && !detail::mpi_is(&MPI_Finalized)) {
+    if (failure_.empty() && !is_abandoned_ && !detail::get_mpi_flag(&MPI_Finalized)) {
       MPI_Comm_free(&communicator_);
     }
   }
@@ -286,28 +286,29 @@ class MpiBackend final : public c10d::Backend {
                                                            : "max";
     TORCH_CHECK(tensors.size() == 1, "all_reduce on rank ", rank_, ": MPI takes one tensor, not ",
                 tensors.size());
-    std::string call = checked_call(c10::str("all_reduce(", words, ")"), tensors[0]);
+    std::string call = check_and_describe_call(c10::str("all_reduce(", words, ")"), tensors[0]);
     const at::ScalarType dtype = tensors[0].scalar_type();
     const bool is_low = detail::is_low_precision(tensors[0]);
     const bool is_extremum = reduction == ReduceOp::MIN || reduction == ReduceOp::MAX;
     const bool is_sum =
         reduction == ReduceOp::SUM || (reduction == ReduceOp::AVG && at::isFloatingType(dtype));
     TORCH_CHECK(
-        (is_low || detail::mpi_type(dtype) != MPI_DATATYPE_NULL) &&
+        (is_low || detail::to_mpi_datatype(dtype) != MPI_DATATYPE_NULL) &&
             (is_extremum || (is_sum && dtype != at::kBool)),
         "all_reduce on rank ", rank_, ": ", dtype,
         " cannot be reduced so; MPI has sums, minima and maxima of real numbers, averages of "
         "floating dtypes, and minima and maxima of bools");
-    return launch(
-        std::move(call), tensors, [this, flat = tensors[0].detach().view({-1}), reduction, is_low] {
-          if (is_low) return all_reduce_low_precision(flat, reduction);
-          const at::ScalarType of = flat.scalar_type();
-          detail::check_mpi(
-              MPI_Allreduce(MPI_IN_PLACE, flat.mutable_data_ptr(), static_cast<int>(flat.numel()),
-                            detail::mpi_type(of), detail::mpi_op(of, reduction), communicator_),
-              "MPI_Allreduce");
-          if (reduction == ReduceOp::AVG) flat.div_(size_);
-        });
+    return enqueue(std::move(call), tensors,
+                   [this, flat = tensors[0].detach().view({-1}), reduction, is_low] {
+                     if (is_low) return all_reduce_low_precision(flat, reduction);
+                     const at::ScalarType of = flat.scalar_type();
+                     detail::check_mpi(
+                         MPI_Allreduce(MPI_IN_PLACE, flat.mutable_data_ptr(),
+                                       static_cast<int>(flat.numel()), detail::to_mpi_datatype(of),
+                                       detail::to_mpi_op(of, reduction), communicator_),
+                         "MPI_Allreduce");
+                     if (reduction == ReduceOp::AVG) flat.div_(size_);
+                   });
   }
 
   /// Each rank's tensor becomes the root's. Takes one tensor.
@@ -317,20 +318,20 @@ class MpiBackend final : public c10d::Backend {
     TORCH_CHECK(tensors.size() == 1 && root >= 0 && root < size_, "broadcast on rank ", rank_,
                 ": MPI takes one tensor and a `rootRank` from 0 to ", size_ - 1, ", not ",
                 tensors.size(), " and ", root);
-    return launch(checked_call(c10::str("broadcast from rank ", root), tensors[0]),
-                  root == rank_ ? std::vector<at::Tensor>() : tensors,
-                  [this, tensor = tensors[0].detach(), root] {
-                    detail::check_mpi(
-                        MPI_Bcast(tensor.mutable_data_ptr(), static_cast<int>(tensor.numel()),
-                                  detail::mpi_bits(tensor), root, communicator_),
-                        "MPI_Bcast");
-                  });
+    return enqueue(check_and_describe_call(c10::str("broadcast from rank ", root), tensors[0]),
+                   root == rank_ ? std::vector<at::Tensor>() : tensors,
+                   [this, tensor = tensors[0].detach(), root] {
+                     detail::check_mpi(
+                         MPI_Bcast(tensor.mutable_data_ptr(), static_cast<int>(tensor.numel()),
+                                   detail::get_opaque_datatype(tensor), root, communicator_),
+                         "MPI_Bcast");
+                   });
   }
 
   /// `output` becomes the inputs in the order of the ranks. `input` may be a part of `output`.
   WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input,
                           const c10d::AllgatherOptions& /*options*/ = {}) override {
-    std::string call = checked_call("all_gather", input);
+    std::string call = check_and_describe_call("all_gather", input);
     TORCH_CHECK(output.is_cpu() && output.is_contiguous() &&
                     output.scalar_type() == input.scalar_type() &&
                     output.numel() == input.numel() * size_,
@@ -338,14 +339,14 @@ class MpiBackend final : public c10d::Backend {
                 ": `output` must be contiguous, on the CPU, of the dtype of `input` and ", size_,
                 " times as long, but is ", detail::describe(output));
     const at::Tensor own = input.is_alias_of(output) ? input.detach().clone() : input.detach();
-    return launch(std::move(call), {output},
-                  [this, own, all = output.detach()] { gather(own, all); });
+    return enqueue(std::move(call), {output},
+                   [this, own, all = output.detach()] { gather(own, all); });
   }
 
   /// The work is done when all ranks have called it.
   WorkPtr barrier(const c10d::BarrierOptions& /*options*/ = {}) override {
-    return launch("barrier", {},
-                  [this] { detail::check_mpi(MPI_Barrier(communicator_), "MPI_Barrier"); });
+    return enqueue("barrier", {},
+                   [this] { detail::check_mpi(MPI_Barrier(communicator_), "MPI_Barrier"); });
   }
 
  private:
@@ -355,7 +356,7 @@ class MpiBackend final : public c10d::Backend {
   };
 
   /// Queues a collective; `run` does it, in the thread.
-  WorkPtr launch(std::string call, std::vector<at::Tensor> results, std::function<void()> run) {
+  WorkPtr enqueue(std::string call, std::vector<at::Tensor> results, std::function<void()> run) {
     for (const at::Tensor& result : results) {
       if (!result.is_inference()) result.unsafeGetTensorImpl()->bump_version();
     }
@@ -370,7 +371,7 @@ class MpiBackend final : public c10d::Backend {
 
   /// Waits for a collective, and does it. Returns whether it did; else the backend is closed, and
   /// nothing is queued. A callback of its work may end the backend.
-  bool do_next() {
+  bool run_next() {
     Operation operation;
     {
       std::unique_lock lock(mutex_);
@@ -381,28 +382,28 @@ class MpiBackend final : public c10d::Backend {
     }
     std::exception_ptr error;
     try {
-      perform(operation);
+      execute(operation);
     } catch (...) {
       error = std::current_exception();
     }
     operation.run = nullptr;  // lets go of the tensors before a waiting thread goes on
-    operation.work->end(error);
+    operation.work->complete(error);
     return true;
   }
 
-  void perform(const Operation& operation) {
+  void execute(const Operation& operation) {
     {
       const std::lock_guard lock(mutex_);
       check_usable(*operation.work);
     }
     std::string difference;
     try {
-      difference = meet(*operation.work);
+      difference = verify_collective(*operation.work);
       if (difference.empty()) operation.run();
     } catch (const c10::Error& error) {
       const std::string words = operation.work->name() + ": " + error.what_without_backtrace();
       const std::lock_guard lock(mutex_);
-      broken_ = words;
+      failure_ = words;
       TORCH_CHECK(false, words);
     }
     TORCH_CHECK(difference.empty(), operation.work->name(), ": ", difference);  // all stay in step
@@ -412,7 +413,7 @@ class MpiBackend final : public c10d::Backend {
   /// They announce it by a small non-blocking all-gather, look for its end now and then, and sleep
   /// meanwhile: in a blocking call of MPI, which is faster, a rank that waits would keep a core
   /// busy. All ranks read the same announcements, so that all throw where they differ, or none.
-  std::string meet(const detail::MpiWork& work) {
+  std::string verify_collective(const detail::MpiWork& work) {
     constexpr int kBytes = 64;  // for the longest call
     // This rank's announcement stands behind those of all.
     auto announced = std::make_unique<std::vector<char>>(kBytes * (std::size_t(size_) + 1));
@@ -463,14 +464,15 @@ class MpiBackend final : public c10d::Backend {
   }
 
   void check_usable(const detail::MpiWork& work) const {
-    TORCH_CHECK(broken_.empty(), work.name(),
-                ": this group failed earlier, and its ranks are no longer in step: ", broken_);
-    TORCH_CHECK(!detail::mpi_is(&MPI_Finalized), work.name(),
+    TORCH_CHECK(failure_.empty(), work.name(),
+                ": this group failed earlier, and its ranks are no longer in step: ", failure_);
+    TORCH_CHECK(!detail::get_mpi_flag(&MPI_Finalized), work.name(),
                 ": MPI has been finalised; let the MpiEnvironment outlive its groups");
   }
 
   /// Returns the call as ranks compare it. Throws for a tensor that MPI cannot move.
-  std::string checked_call(const std::string& collective, const at::Tensor& tensor) const {
+  std::string check_and_describe_call(const std::string& collective,
+                                      const at::Tensor& tensor) const {
     TORCH_CHECK(
         tensor.defined() && tensor.is_cpu() && tensor.layout() == at::kStrided &&
             tensor.is_contiguous() && tensor.numel() <= std::numeric_limits<int>::max(),
@@ -484,7 +486,7 @@ class MpiBackend final : public c10d::Backend {
   /// `all` becomes the ranks' `own`.
   void gather(const at::Tensor& own, const at::Tensor& all) const {
     const int count = static_cast<int>(own.numel());
-    MPI_Datatype bits = detail::mpi_bits(own);
+    MPI_Datatype bits = detail::get_opaque_datatype(own);
     detail::check_mpi(MPI_Allgather(own.const_data_ptr(), count, bits, all.mutable_data_ptr(),
                                     count, bits, communicator_),
                       "MPI_Allgather");
@@ -516,15 +518,15 @@ class MpiBackend final : public c10d::Backend {
   std::chrono::milliseconds timeout_;
   int exceptions_;
   std::thread thread_;
-  int64_t calls_ = 0;        // of the thread
-  bool* is_gone_ = nullptr;  // the thread's: whether this backend has ended in it
+  int64_t calls_ = 0;             // of the thread
+  bool* is_destroyed_ = nullptr;  // the thread's: whether this backend has ended in it
 
   std::mutex mutex_;  // guards what follows
   std::condition_variable changed_;
   std::deque<Operation> queue_;
   bool is_closed_ = false;
   bool is_abandoned_ = false;
-  std::string broken_;  // why the group refuses calls; empty: it does not
+  std::string failure_;  // why the group refuses calls; empty: it does not
 };
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -8,8 +8,8 @@
 #include <mezzo/base/tensors_by_name.h>
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/broadcast_parameters.h>
-#include <mezzo/distributed/detail/ranks.h>
-#include <mezzo/distributed/grad_all_reduce.h>
+#include <mezzo/distributed/detail/collectives.h>
+#include <mezzo/distributed/grad_reducer.h>
 #include <mezzo/optim/detail/fused_optimizer_base.h>
 #include <mezzo/optim/detail/optimizer_description.h>
 
@@ -42,14 +42,14 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 /// Which rank owns which parameter, and what the ranks send each other.
-class Shards {
+class ParameterPartition {
  public:
   /// Gives all ranks rank 0's parameters, and averages the gradients of those that are trained.
   /// Deals these to the ranks, the largest first, each to the rank with the fewest elements.
-  Shards(const std::vector<torch::optim::OptimizerParamGroup>& groups, GroupPtr group,
-         const GradAllReduceOptions& options)
-      : group_(checked(std::move(group), "ShardedOptimizer")),
-        all_reduce_(start_alike(groups), group_, options) {
+  ParameterPartition(const std::vector<torch::optim::OptimizerParamGroup>& groups, BackendPtr group,
+                     const GradReducerOptions& options)
+      : group_(check_backend(std::move(group), "ShardedOptimizer")),
+        all_reduce_(sync_initial_params(groups), group_, options) {
     const std::vector<at::Tensor>& trained = all_reduce_.buckets().parameters();
     std::vector<std::size_t> order(trained.size());
     std::iota(order.begin(), order.end(), std::size_t{0});
@@ -64,8 +64,8 @@ class Shards {
     }
   }
 
-  GradAllReduce& all_reduce() noexcept { return all_reduce_; }
-  const GroupPtr& group() const noexcept { return group_; }
+  GradReducer& all_reduce() noexcept { return all_reduce_; }
+  const BackendPtr& group() const noexcept { return group_; }
   int rank() const { return group_->getRank(); }
 
   /// \throws c10::Error for a parameter whose gradients are not averaged
@@ -76,13 +76,13 @@ class Shards {
                 "a new ShardedOptimizer with all parameters that are trained");
     return found->second;
   }
-  bool is_others(const void* parameter, int than = -1) const {
+  bool is_owned_elsewhere(const void* parameter, int than = -1) const {
     const auto found = owners_.find(parameter);
     return found != owners_.end() && found->second != (than < 0 ? rank() : than);
   }
 
   /// Gives all ranks the parameters that their owners have stepped. Waits.
-  void exchange(const std::vector<at::Tensor>& stepped) const {
+  void broadcast_updates(const std::vector<at::Tensor>& stepped) const {
     std::vector<std::vector<at::Tensor>> of_rank(static_cast<std::size_t>(group_->getSize()));
     for (const at::Tensor& parameter : stepped) {
       of_rank[static_cast<std::size_t>(owner_of(parameter))].push_back(parameter);
@@ -93,7 +93,7 @@ class Shards {
   }
 
  private:
-  std::vector<at::Tensor> start_alike(
+  std::vector<at::Tensor> sync_initial_params(
       const std::vector<torch::optim::OptimizerParamGroup>& groups) const {
     TensorsByName named;
     std::string options;
@@ -111,22 +111,22 @@ class Shards {
         named.emplace_back(c10::str("parameter ", k, " of group ", i), parameter);
       }
     }
-    return broadcast_alike(named, group_, options);
+    return verify_and_broadcast(named, group_, options);
   }
 
-  GroupPtr group_;
-  GradAllReduce all_reduce_;
+  BackendPtr group_;
+  GradReducer all_reduce_;
   std::unordered_map<const void*, int> owners_;  // by the parameter's address
 };
 
 /// What ShardedOptimizer is for every OptimizerType: one that has the states of its rank's
 /// parameters alone.
 template <class OptimizerType>
-class Sharded : public OptimizerType, public optim::ShardedState {
+class ShardedOptimizerBase : public OptimizerType, public optim::ShardedState {
  public:
   /// Returns a guard under which backward passes add to this rank's own gradients and average
   /// nothing: for all micro-batches but the last.
-  [[nodiscard]] NoSync no_sync() { return shards_.all_reduce().no_sync(); }
+  [[nodiscard]] NoSyncGuard no_sync() { return partition_.all_reduce().no_sync(); }
 
   /// Writes on rank 0 the archive that `OptimizerType` alone would write, whatever the number of
   /// ranks, with states on the CPU, and nothing on the others. All ranks call it, and need memory
@@ -137,23 +137,25 @@ class Sharded : public OptimizerType, public optim::ShardedState {
       whole = std::make_unique<SerializedOptimizer>();
       for (const auto& group : this->param_groups_) whole->param_groups().push_back(group);
     } else {
-      whole = make_(this->param_groups_);
+      whole = make_optimizer_(this->param_groups_);
     }
     std::string failure;
-    for (int rank = 0; rank < shards_.group()->getSize(); ++rank) {
+    for (int rank = 0; rank < partition_.group()->getSize(); ++rank) {
       std::string text;
-      if (rank == shards_.rank()) failure += failure_of([&] { text = own_file(); });
-      text = broadcast_text(shards_.group(), std::move(text), rank);
-      failure += failure_of([&] {
-        if (shards_.rank() != 0 || text.empty()) return;
-        const auto part = read(text, at::kCPU);
+      if (rank == partition_.rank())
+        failure += get_error_message([&] { text = serialize_local_state(); });
+      text = broadcast_string(partition_.group(), std::move(text), rank);
+      failure += get_error_message([&] {
+        if (partition_.rank() != 0 || text.empty()) return;
+        const auto part = deserialize_state(text, at::kCPU);
         for (auto& [parameter, state] : part->state()) {  // some make all at the beginning
-          if (!shards_.is_others(parameter, rank)) whole->state()[parameter] = std::move(state);
+          if (!partition_.is_owned_elsewhere(parameter, rank))
+            whole->state()[parameter] = std::move(state);
         }
       });
     }
-    throw_together(shards_.group(), "ShardedOptimizer::save", failure);
-    if (shards_.rank() != 0) return;
+    throw_if_any_rank_failed(partition_.group(), "ShardedOptimizer::save", failure);
+    if (partition_.rank() != 0) return;
     if constexpr (kIsFused) {
       this->write_archive(archive, *whole);
     } else {
@@ -170,13 +172,13 @@ class Sharded : public OptimizerType, public optim::ShardedState {
     for (const auto& group : this->param_groups_) {
       for (const at::Tensor& parameter : group.params()) {
         void* const address = parameter.unsafeGetTensorImpl();
-        if (shards_.is_others(address)) this->state_.erase(address);
+        if (partition_.is_owned_elsewhere(address)) this->state_.erase(address);
         if (this->state_.count(address) > 0) own[parameter.device().str()].push_back(parameter);
       }
     }
-    const std::string file = own_file();
+    const std::string file = serialize_local_state();
     for (const auto& [device, parameters] : own) {
-      const auto there = read(file, device);
+      const auto there = deserialize_state(file, device);
       for (const at::Tensor& parameter : parameters) {
         void* const address = parameter.unsafeGetTensorImpl();
         this->state_[address] = std::move(there->state()[address]);
@@ -188,22 +190,22 @@ class Sharded : public OptimizerType, public optim::ShardedState {
   using Groups = std::vector<torch::optim::OptimizerParamGroup>;
 
   template <class... Arguments>
-  Sharded(const Groups& groups, GroupPtr group, const GradAllReduceOptions& options,
-          const Arguments&... arguments)
+  ShardedOptimizerBase(const Groups& groups, BackendPtr group, const GradReducerOptions& options,
+                       const Arguments&... arguments)
       : OptimizerType(groups, arguments...),
-        make_([arguments...](Groups of) {
+        make_optimizer_([arguments...](Groups of) {
           return std::make_unique<OptimizerType>(std::move(of), arguments...);
         }),
-        shards_(this->param_groups_, std::move(group), options) {}
+        partition_(this->param_groups_, std::move(group), options) {}
 
-  std::function<std::unique_ptr<OptimizerType>(Groups)> make_;
-  Shards shards_;
+  std::function<std::unique_ptr<OptimizerType>(Groups)> make_optimizer_;
+  ParameterPartition partition_;
 
  private:
   static constexpr bool kIsFused = std::derived_from<OptimizerType, FusedOptimizerBase>;
 
   /// Returns the file of this rank's states.
-  std::string own_file() const {
+  std::string serialize_local_state() const {
     torch::serialize::OutputArchive archive;
     OptimizerType::save(archive);
     std::ostringstream bytes;
@@ -211,10 +213,11 @@ class Sharded : public OptimizerType, public optim::ShardedState {
     return bytes.str();
   }
   /// Returns an optimizer with the states of such a file, on `device`.
-  std::unique_ptr<OptimizerType> read(const std::string& file, at::Device device) const {
+  std::unique_ptr<OptimizerType> deserialize_state(const std::string& file,
+                                                   at::Device device) const {
     torch::serialize::InputArchive archive;
     archive.load_from(file.data(), file.size(), device);
-    auto optimizer = make_(this->param_groups_);
+    auto optimizer = make_optimizer_(this->param_groups_);
     optimizer->load(archive);
     return optimizer;
   }
@@ -246,7 +249,7 @@ class Sharded : public OptimizerType, public optim::ShardedState {
 /// All ranks construct the optimizer together, and call backward, `step` and `save` alike. Errors
 /// of the group are thrown by these calls; after one, begin again from a checkpoint.
 template <class OptimizerType>
-class ShardedOptimizer : public detail::Sharded<OptimizerType> {
+class ShardedOptimizer : public detail::ShardedOptimizerBase<OptimizerType> {
  public:
   /// Gives all ranks rank 0's parameters. `defaults` are options of `OptimizerType`.
   /// \throws c10::Error as OptimizerType does; on all ranks, naming the first one whose parameters or
@@ -254,12 +257,12 @@ class ShardedOptimizer : public detail::Sharded<OptimizerType> {
   template <std::derived_from<torch::optim::OptimizerOptions> Options>
   ShardedOptimizer(const std::vector<torch::optim::OptimizerParamGroup>& groups,
                    c10::intrusive_ptr<c10d::Backend> group, const Options& defaults,
-                   const GradAllReduceOptions& options = {})
-      : detail::Sharded<OptimizerType>(groups, std::move(group), options, defaults) {}
+                   const GradReducerOptions& options = {})
+      : detail::ShardedOptimizerBase<OptimizerType>(groups, std::move(group), options, defaults) {}
   /// Makes one group of `parameters`.
   template <std::derived_from<torch::optim::OptimizerOptions> Options>
   ShardedOptimizer(std::vector<at::Tensor> parameters, c10::intrusive_ptr<c10d::Backend> group,
-                   const Options& defaults, const GradAllReduceOptions& options = {})
+                   const Options& defaults, const GradReducerOptions& options = {})
       : ShardedOptimizer({torch::optim::OptimizerParamGroup(std::move(parameters))},
                          std::move(group), defaults, options) {}
 
@@ -273,7 +276,7 @@ class ShardedOptimizer : public detail::Sharded<OptimizerType> {
       for (const at::Tensor& parameter : group.params()) {
         if (!parameter.grad().defined()) continue;
         stepped.push_back(parameter);
-        if (this->shards_.owner_of(parameter) != this->shards_.rank()) {
+        if (this->partition_.owner_of(parameter) != this->partition_.rank()) {
           hidden.emplace_back(parameter, parameter.grad());
         }
       }
@@ -283,7 +286,7 @@ class ShardedOptimizer : public detail::Sharded<OptimizerType> {
     });
     for (auto& [parameter, gradient] : hidden) parameter.mutable_grad().reset();
     OptimizerType::step();
-    this->shards_.exchange(stepped);
+    this->partition_.broadcast_updates(stepped);
     return loss;
   }
 };
@@ -291,7 +294,7 @@ class ShardedOptimizer : public detail::Sharded<OptimizerType> {
 /// Shards mezzo's fused optimizers: plan and read see all averaged gradients, and `apply`
 /// steps the rows of this rank's parameters.
 template <std::derived_from<detail::FusedOptimizerBase> OptimizerType>
-class ShardedOptimizer<OptimizerType> : public detail::Sharded<OptimizerType> {
+class ShardedOptimizer<OptimizerType> : public detail::ShardedOptimizerBase<OptimizerType> {
  public:
   /// OptimizerType's options.
   using typename OptimizerType::Options;
@@ -301,12 +304,13 @@ class ShardedOptimizer<OptimizerType> : public detail::Sharded<OptimizerType> {
   ///   options differ
   ShardedOptimizer(const std::vector<torch::optim::OptimizerParamGroup>& groups,
                    c10::intrusive_ptr<c10d::Backend> group, const Options& defaults,
-                   const GradAllReduceOptions& options = {},
+                   const GradReducerOptions& options = {},
                    const optim::WeightStorageOptions& weights = {})
-      : detail::Sharded<OptimizerType>(groups, std::move(group), options, defaults, weights) {}
+      : detail::ShardedOptimizerBase<OptimizerType>(groups, std::move(group), options, defaults,
+                                                    weights) {}
   /// Makes one group of `parameters`.
   ShardedOptimizer(std::vector<at::Tensor> parameters, c10::intrusive_ptr<c10d::Backend> group,
-                   const Options& defaults, const GradAllReduceOptions& options = {},
+                   const Options& defaults, const GradReducerOptions& options = {},
                    const optim::WeightStorageOptions& weights = {})
       : ShardedOptimizer({torch::optim::OptimizerParamGroup(std::move(parameters))},
                          std::move(group), defaults, options, weights) {}
@@ -314,7 +318,8 @@ class ShardedOptimizer<OptimizerType> : public detail::Sharded<OptimizerType> {
   /// Returns an entry for each parameter that has a gradient, whoever owns it.
   StepPlan plan() override {
     StepPlan plan = OptimizerType::plan();
-    for (const StepPlan::Param& param : plan.params) (void)this->shards_.owner_of(*param.parameter);
+    for (const StepPlan::Param& param : plan.params)
+      (void)this->partition_.owner_of(*param.parameter);
     return plan;
   }
 
@@ -324,20 +329,21 @@ class ShardedOptimizer<OptimizerType> : public detail::Sharded<OptimizerType> {
     std::vector<at::Tensor> stepped;
     for (const StepPlan::Param& param : plan.params) {
       stepped.push_back(*param.parameter);
-      const bool is_others = this->shards_.is_others(param.parameter->unsafeGetTensorImpl());
-      if (is_others && options.zero_grad) param.gradient.zero_();
+      const bool is_owned_elsewhere =
+          this->partition_.is_owned_elsewhere(param.parameter->unsafeGetTensorImpl());
+      if (is_owned_elsewhere && options.zero_grad) param.gradient.zero_();
     }
     std::erase_if(plan.params, [this](const StepPlan::Param& param) {
-      return this->shards_.is_others(param.parameter->unsafeGetTensorImpl());
+      return this->partition_.is_owned_elsewhere(param.parameter->unsafeGetTensorImpl());
     });
     plan.other_ranks_have_grads = !stepped.empty();
     OptimizerType::apply(std::move(plan), stats, options);
-    this->shards_.exchange(stepped);
+    this->partition_.broadcast_updates(stepped);
   }
 
   /// Returns a parameter of another rank's itself: its master is there.
   at::Tensor master_param(const at::Tensor& parameter) override {
-    if (this->shards_.is_others(parameter.unsafeGetTensorImpl())) return parameter;
+    if (this->partition_.is_owned_elsewhere(parameter.unsafeGetTensorImpl())) return parameter;
     return OptimizerType::master_param(parameter);
   }
 };

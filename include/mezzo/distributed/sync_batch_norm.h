@@ -5,7 +5,7 @@
 #include <mezzo/autocast/autocast_autograd_function.h>
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/version.h>
-#include <mezzo/distributed/detail/ranks.h>
+#include <mezzo/distributed/detail/collectives.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
@@ -45,39 +45,39 @@ struct ChannelStatistics {
 };
 
 /// Returns all dimensions but that of the channels.
-inline std::vector<int64_t> dims_within_channel(const at::Tensor& input) {
+inline std::vector<int64_t> reduction_dims(const at::Tensor& input) {
   std::vector<int64_t> dims{0};
   for (int64_t dim = 2; dim < input.dim(); ++dim) dims.push_back(dim);
   return dims;
 }
 
 /// Returns a view of [C] that broadcasts over [N, C, ...].
-inline at::Tensor spread(const at::Tensor& of_channel, const at::Tensor& input) {
+inline at::Tensor expand_per_channel(const at::Tensor& of_channel, const at::Tensor& input) {
   std::vector<int64_t> shape(static_cast<std::size_t>(input.dim()), 1);
   shape[1] = -1;
   return of_channel.view(shape);
 }
 
-inline ChannelStatistics statistics_of_all_ranks(const at::Tensor& wide_input,
-                                                 const GroupPtr& group) {
+inline ChannelStatistics gather_channel_statistics(const at::Tensor& wide_input,
+                                                   const BackendPtr& backend) {
   const int64_t channels = wide_input.size(1);
   const int64_t count = wide_input.numel() / std::max<int64_t>(channels, 1);
   at::Tensor variance = at::zeros({channels}, wide_input.options());
   at::Tensor mean = variance;
   if (count > 0) {
     std::tie(variance, mean) =
-        at::var_mean(wide_input, dims_within_channel(wide_input), /*correction=*/0);
+        at::var_mean(wide_input, reduction_dims(wide_input), /*correction=*/0);
   }
   const at::Tensor own =
       at::cat({mean, variance, at::full({1}, static_cast<double>(count), wide_input.options())});
-  const at::Tensor all = at::empty({group->getSize(), own.numel()}, own.options());
-  all_gather(group, all, own);
+  const at::Tensor all = at::empty({backend->getSize(), own.numel()}, own.options());
+  all_gather(backend, all, own);
   const at::Tensor means = all.narrow(1, 0, channels);
   const at::Tensor variances = all.narrow(1, channels, channels);
   const at::Tensor counts = all.narrow(1, 2 * channels, 1);
   const at::Tensor total = counts.sum(0);
   const bool is_enough =
-      group->getSize() == 1 ? count > 1 : !total.is_cpu() || total.item<double>() > 1.;
+      backend->getSize() == 1 ? count > 1 : !total.is_cpu() || total.item<double>() > 1.;
   TORCH_CHECK(
       is_enough,
       "SyncBatchNorm: Expected more than 1 value per channel when training, got input size ",
@@ -90,21 +90,21 @@ inline ChannelStatistics statistics_of_all_ranks(const at::Tensor& wide_input,
 
 /// Computes (x - mean) / sqrt(variance + eps) * weight + bias from all ranks' statistics. Returns
 /// mean, variance and count too, without gradient.
-struct NormaliseOverRanks : torch::autograd::Function<NormaliseOverRanks> {
+struct SyncBatchNormFunction : torch::autograd::Function<SyncBatchNormFunction> {
   using Context = torch::autograd::AutogradContext;
 
   static torch::autograd::variable_list forward(Context* context, const at::Tensor& input,
                                                 const at::Tensor& weight, const at::Tensor& bias,
-                                                double eps, const GroupPtr& group) {
+                                                double eps, const BackendPtr& backend) {
     const AutocastDisabledGuard autocast_off;
     const at::Tensor wide = input.to(accum_dtype(input));
-    const ChannelStatistics statistics = statistics_of_all_ranks(wide, group);
+    const ChannelStatistics statistics = gather_channel_statistics(wide, backend);
     const at::Tensor inverse = statistics.variance.add(eps).rsqrt();
-    at::Tensor output = wide.sub(spread(statistics.mean, input));
-    output.mul_(spread(inverse.mul(weight), input));
-    output.add_(spread(bias, input));
+    at::Tensor output = wide.sub(expand_per_channel(statistics.mean, input));
+    output.mul_(expand_per_channel(inverse.mul(weight), input));
+    output.add_(expand_per_channel(bias, input));
     context->save_for_backward({input, weight, statistics.mean, inverse, statistics.count});
-    context->saved_data["group"] = at::IValue::make_capsule(group);
+    context->saved_data["backend"] = at::IValue::make_capsule(backend);
     context->mark_non_differentiable({statistics.mean, statistics.variance, statistics.count});
     return {output.to(input.scalar_type()), statistics.mean, statistics.variance, statistics.count};
   }
@@ -117,25 +117,26 @@ struct NormaliseOverRanks : torch::autograd::Function<NormaliseOverRanks> {
     const AutocastDisabledGuard autocast_off;
     const auto saved = context->get_saved_variables();
     const at::Tensor &input = saved[0], &weight = saved[1], &mean = saved[2], &inverse = saved[3];
-    const auto dims = dims_within_channel(input);
+    const auto dims = reduction_dims(input);
     const at::Tensor gradient = gradients[0].to(mean.scalar_type());
-    const at::Tensor normalised =
-        input.to(mean.scalar_type()).sub(spread(mean, input)).mul_(spread(inverse, input));
+    const at::Tensor normalised = input.to(mean.scalar_type())
+                                      .sub(expand_per_channel(mean, input))
+                                      .mul_(expand_per_channel(inverse, input));
     const at::Tensor own_sum = gradient.sum(dims);
     const at::Tensor own_product = gradient.mul(normalised).sum(dims);
 
     torch::autograd::variable_list results(5);  // autograd brings them to the inputs' dtypes
     if (context->needs_input_grad(0)) {
       const at::Tensor sums = at::cat({own_sum, own_product});
-      const auto group = c10::static_intrusive_pointer_cast<c10d::Backend>(
-          context->saved_data["group"].toCapsule());
-      detail::all_reduce(group, sums)->wait();
+      const auto backend = c10::static_intrusive_pointer_cast<c10d::Backend>(
+          context->saved_data["backend"].toCapsule());
+      detail::all_reduce(backend, sums)->wait();
       sums.div_(saved[4]);
       const at::Tensor mean_gradient = sums.narrow(0, 0, input.size(1));
       const at::Tensor mean_product = sums.narrow(0, input.size(1), input.size(1));
-      at::Tensor result = gradient.sub(spread(mean_gradient, input));
-      result.sub_(normalised.mul(spread(mean_product, input)));
-      result.mul_(spread(inverse.mul(weight), input));
+      at::Tensor result = gradient.sub(expand_per_channel(mean_gradient, input));
+      result.sub_(normalised.mul(expand_per_channel(mean_product, input)));
+      result.mul_(expand_per_channel(inverse.mul(weight), input));
       results[0] = result;
     }
     if (context->needs_input_grad(1)) results[1] = own_product;
@@ -168,29 +169,31 @@ struct NormaliseOverRanks : torch::autograd::Function<NormaliseOverRanks> {
 /// by Chan, Golub and LeVeque (1979), in the order of the ranks, so that all ranks get the same
 /// bits. In evaluation, with running statistics, no collective is called.
 ///
-/// All ranks run the same SyncBatchNorms in the same order, with the same options, in a group that
-/// nothing else uses: backward calls the group between buckets of gradients, which ranks may fill
-/// in different orders. On a GPU the host does not wait, except in forward with
+/// All ranks run the same SyncBatchNorms in the same order, with the same options, in a backend
+/// that nothing else uses: backward calls the backend between buckets of gradients, which ranks may
+/// fill in different orders. On a GPU the host does not wait, except in forward with
 /// `momentum(std::nullopt)`, as in torch.
 /// \throws c10::Error for an input of another shape or device; in training on the CPU, on all ranks,
 ///   if they have fewer than two values for a channel together; in backward with `create_graph`
 class SyncBatchNormImpl
     : public torch::nn::NormImplBase<0, SyncBatchNormImpl, torch::nn::BatchNormOptions> {
  public:
-  /// `group` has the ranks whose batches are normalised together. All ranks call it together, and
+  /// `backend` has the ranks whose batches are normalised together. All ranks call it together, and
   /// compare their options. \throws c10::Error, on all ranks, naming the first one that differs
   SyncBatchNormImpl(const torch::nn::BatchNormOptions& norm_options,
-                    c10::intrusive_ptr<c10d::Backend> group)
-      : NormImplBase(norm_options), group_(detail::checked(std::move(group), "SyncBatchNorm")) {
+                    c10::intrusive_ptr<c10d::Backend> backend)
+      : NormImplBase(norm_options),
+        backend_(detail::check_backend(std::move(backend), "SyncBatchNorm")) {
     std::ostringstream words;
     SyncBatchNormImpl::pretty_print(words << std::setprecision(12));
-    detail::check_alike(group_, "SyncBatchNorm", words.str(), "give all ranks the same options");
+    detail::check_equal_on_all_ranks(backend_, "SyncBatchNorm", words.str(),
+                                     "give all ranks the same options");
   }
 
-  /// Returns the normalised input. All ranks of the group call it together.
+  /// Returns the normalised input. All ranks of the backend call it together.
   at::Tensor forward(const at::Tensor& input) {
     _check_input_dim(input);
-    if (is_training() || !options.track_running_stats()) return normalise(input);
+    if (is_training() || !options.track_running_stats()) return normalize(input);
     return at::batch_norm(input, weight, bias, running_mean, running_var, /*training=*/false,
                           /*momentum=*/0.0, options.eps(), /*cudnn_enabled=*/true);
   }
@@ -211,23 +214,23 @@ class SyncBatchNormImpl
  protected:
   /// Throws c10::Error for an input that cannot be normalised.
   void _check_input_dim(const at::Tensor& input) override {
-    TORCH_CHECK(input.dim() >= 2, "SyncBatchNorm on rank ", group_->getRank(),
+    TORCH_CHECK(input.dim() >= 2, "SyncBatchNorm on rank ", backend_->getRank(),
                 ": `input` must be [N, C] or [N, C, ...], but has ", input.dim(),
                 " dimensions; give it a batch dimension");
     TORCH_CHECK(input.size(1) == options.num_features(), "SyncBatchNorm on rank ",
-                group_->getRank(), ": `input` has ", input.size(1),
+                backend_->getRank(), ": `input` has ", input.size(1),
                 " channels, and num_features is ", options.num_features(),
                 "; make it with the number of channels");
-    TORCH_CHECK(input.is_floating_point(), "SyncBatchNorm on rank ", group_->getRank(),
+    TORCH_CHECK(input.is_floating_point(), "SyncBatchNorm on rank ", backend_->getRank(),
                 ": `input` is ", input.scalar_type(), "; it must be of a floating dtype");
   }
 
  private:
-  at::Tensor normalise(const at::Tensor& input) {
+  at::Tensor normalize(const at::Tensor& input) {
     const bool affine = options.affine();
-    const auto results = detail::NormaliseOverRanks::apply(
+    const auto results = detail::SyncBatchNormFunction::apply(
         input, affine ? weight : at::ones({input.size(1)}, input.options()),
-        affine ? bias : at::zeros({input.size(1)}, input.options()), options.eps(), group_);
+        affine ? bias : at::zeros({input.size(1)}, input.options()), options.eps(), backend_);
     if (is_training() && options.track_running_stats()) {
       const c10::NoGradGuard no_grad;
       const at::Tensor &mean = results[1], &variance = results[2], &count = results[3];
@@ -241,7 +244,7 @@ class SyncBatchNormImpl
     return results[0];
   }
 
-  c10::intrusive_ptr<c10d::Backend> group_;
+  c10::intrusive_ptr<c10d::Backend> backend_;
 };
 /// The holder of a SyncBatchNormImpl.
 TORCH_MODULE(SyncBatchNorm);

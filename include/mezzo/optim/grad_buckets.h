@@ -204,7 +204,7 @@ inline void GradBuckets::copy_grad_to_bucket(std::size_t param_index) {
               detail::describe(view),
               "; cast and move the model first, and choose the gradients' dtype "
               "(accumulate_in_float, set_grad_dtype), then make these GradBuckets (or the "
-              "DataParallel that made them)");
+              "DistributedDataParallel that made them)");
   TORCH_CHECK(gradient.layout() == at::kStrided &&
                   detail::is_training_dtype(gradient.scalar_type()) &&
                   gradient.device() == view.device() && gradient.sizes() == view.sizes(),
@@ -212,13 +212,14 @@ inline void GradBuckets::copy_grad_to_bucket(std::size_t param_index) {
               " is ", detail::describe(gradient),
               "; it should be dense, and of its parameter's shape and device: set the parameter's "
               "mutable_grad() to such a tensor, or to torch::Tensor()");
-  TORCH_CHECK(
-      !detail::is_low_precision(view) || gradient.scalar_type() != at::kFloat,
-      "GradBuckets: the gradient of ", detail::describe_param(param_index, parameter),
-      " is float32, and its bucket would round it to ", detail::dtype_name(view.scalar_type()),
-      "; take the step and zero_grad() before the next backward pass, or keep gradients in "
-      "float32: call accumulate_in_float before these GradBuckets (or the DataParallel that "
-      "made them) are made");
+  TORCH_CHECK(!detail::is_low_precision(view) || gradient.scalar_type() != at::kFloat,
+              "GradBuckets: the gradient of ", detail::describe_param(param_index, parameter),
+              " is float32, and its bucket would round it to ",
+              detail::dtype_name(view.scalar_type()),
+              "; take the step and zero_grad() before the next backward pass, or keep gradients in "
+              "float32: call accumulate_in_float before these GradBuckets (or the "
+              "DistributedDataParallel that "
+              "made them) are made");
   const bool is_in_place = gradient.scalar_type() == view.scalar_type() &&
                            gradient.const_data_ptr() == view.const_data_ptr() &&
                            gradient.strides() == view.strides() && !gradient.is_neg();

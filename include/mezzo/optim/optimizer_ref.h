@@ -342,8 +342,8 @@ requires std::same_as<Archive, torch::serialize::InputArchive> &&
 /// clipping and every step take as any other. Converts gradients that there are, and passes over
 /// parameters of float and double.
 ///
-/// Call it after the model is cast and before a DataParallel or GradBuckets of its parameters. The
-/// setting belongs to the parameters, frozen ones too, and is not taken back.
+/// Call it after the model is cast and before a DistributedDataParallel or GradBuckets of its
+/// parameters. The setting belongs to the parameters, frozen ones too, and is not taken back.
 inline void accumulate_in_float(const std::vector<at::Tensor>& parameters) {
   for (const at::Tensor& parameter : parameters) {
     if (!detail::is_low_precision(parameter) || parameter.grad_dtype() == at::kFloat) continue;

@@ -21,15 +21,15 @@
 
 #include "../support/message_of.h"
 #include "../support/temp_dir.h"
-#include "ranks.h"
-#include "some_ranks.h"
+#include "rank_subset.h"
+#include "test_backends.h"
 
-namespace checkpoint_ranks {
+namespace distributed_checkpoint_test {
 
-using distributed_test::everyone;
-using distributed_test::numbers_of_ranks;
-using distributed_test::Ranks;
-using distributed_test::SomeRanks;
+using distributed_test::available_world_sizes;
+using distributed_test::BackendPtr;
+using distributed_test::make_world_backend;
+using distributed_test::RankSubset;
 using distributed_test::world_size;
 using mezzo::CheckpointManager;
 using mezzo::DistributedCheckpointManager;
@@ -39,36 +39,36 @@ using mezzo::optim::AdamWOptions;
 using test_support::message_of;
 
 /// An object that some ranks cannot save, or load.
-struct Fussy {
-  bool refuses_saving = false;
-  bool refuses_loading = false;
+struct ThrowingObject {
+  bool throws_on_save = false;
+  bool throws_on_load = false;
   int64_t value = 0;
 };
 
 inline torch::serialize::OutputArchive& operator<<(torch::serialize::OutputArchive& archive,
-                                                   const Fussy& fussy) {
-  if (fussy.refuses_saving) throw std::runtime_error("I will not be saved");
-  archive.write("value", c10::IValue(fussy.value));
+                                                   const ThrowingObject& throwing_object) {
+  if (throwing_object.throws_on_save) throw std::runtime_error("I will not be saved");
+  archive.write("value", c10::IValue(throwing_object.value));
   return archive;
 }
 
 inline torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive& archive,
-                                                  Fussy& fussy) {
+                                                  ThrowingObject& throwing_object) {
   c10::IValue value;
   archive.read("value", value);
-  fussy.value = value.toInt();
-  if (fussy.refuses_loading) throw std::runtime_error("I will not be loaded");
+  throwing_object.value = value.toInt();
+  if (throwing_object.throws_on_load) throw std::runtime_error("I will not be loaded");
   return archive;
 }
 
-inline std::vector<std::string> texts_of(const Ranks& ranks, const std::string& own) {
-  return mezzo::detail::gather_texts(ranks, own);
+inline std::vector<std::string> gather_strings(const BackendPtr& ranks, const std::string& own) {
+  return mezzo::detail::all_gather_strings(ranks, own);
 }
 
 /// What all ranks throw, if those are the same words; what two of them throw otherwise.
 template <class Call>
-std::string common_error_of(const Ranks& ranks, const Call& call) {
-  const std::vector<std::string> errors = texts_of(ranks, message_of(call));
+std::string common_message_of(const BackendPtr& ranks, const Call& call) {
+  const std::vector<std::string> errors = gather_strings(ranks, message_of(call));
   for (const std::string& error : errors) {
     if (error != errors[0]) return "different words:\n" + errors[0] + "\nand\n" + error;
   }
@@ -76,17 +76,18 @@ std::string common_error_of(const Ranks& ranks, const Call& call) {
 }
 
 /// A directory of rank 0's that all ranks use; it goes when all are done with it.
-class SharedFolder {
+class SharedDirectory {
  public:
-  SharedFolder() {
+  SharedDirectory() {
     int rank = 0;
     MPI_Comm_rank(MPI_COMM_WORLD, &rank);
     if (rank == 0) own_.emplace();
-    path_ = mezzo::detail::broadcast_text(everyone(), rank == 0 ? own_->path().string() : "", 0);
+    path_ = mezzo::detail::broadcast_string(make_world_backend(),
+                                            rank == 0 ? own_->path().string() : "", 0);
   }
-  ~SharedFolder() { MPI_Barrier(MPI_COMM_WORLD); }
-  SharedFolder(const SharedFolder&) = delete;
-  SharedFolder& operator=(const SharedFolder&) = delete;
+  ~SharedDirectory() { MPI_Barrier(MPI_COMM_WORLD); }
+  SharedDirectory(const SharedDirectory&) = delete;
+  SharedDirectory& operator=(const SharedDirectory&) = delete;
 
   const std::filesystem::path& path() const { return path_; }
   std::vector<std::string> temporaries() const {
@@ -107,7 +108,7 @@ inline mezzo::CheckpointManagerOptions warning_into(std::vector<std::string>& wa
 }
 
 using ShardedAdamW = mezzo::ShardedOptimizer<AdamW>;
-inline constexpr mezzo::GradAllReduceOptions kSmallShards{.bucket_cap_bytes = 512};
+inline constexpr mezzo::GradReducerOptions kSmallShards{.bucket_cap_bytes = 512};
 
 /// Every rank computes the same, so that any number of ranks takes the steps of one alone.
 template <class Optimizer>
@@ -154,13 +155,13 @@ struct Alike {
 
 using AlikeAlone = Alike<AdamW>;
 struct AlikeShard : Alike<ShardedAdamW> {
-  AlikeShard(uint64_t seed, Ranks ranks)
+  AlikeShard(uint64_t seed, BackendPtr ranks)
       : Alike(seed, std::move(ranks), AdamWOptions(1e-2), kSmallShards) {}
 };
 
 /// What each rank has of its own, and nothing else.
 struct Own {
-  explicit Own(Ranks ranks) : position(10 + ranks->getRank()) {
+  explicit Own(BackendPtr ranks) : position(10 + ranks->getRank()) {
     torch::manual_seed(40 + static_cast<uint64_t>(ranks->getRank()));
     state.add("epoch", epoch).add_per_rank("position", position).add_rng_state();
   }
@@ -171,17 +172,17 @@ struct Own {
 
 /// A state with a collective in it, and some of each rank's own.
 struct Mixed {
-  explicit Mixed(Ranks ranks, int64_t elements = 100)
+  explicit Mixed(BackendPtr ranks, int64_t elements = 100)
       : run(3, ranks), own{torch::full({elements}, ranks->getRank(), at::kFloat)} {
-    run.state.add_per_rank("own", own).add("fussy", fussy);
+    run.state.add_per_rank("own", own).add("throwing_object", throwing_object);
     run.run(0, 2);
   }
-  bool is(int64_t value) const { return fussy.value == value && run.position == value; }
-  void set(int64_t value) { fussy.value = run.position = value; }
+  bool is(int64_t value) const { return throwing_object.value == value && run.position == value; }
+  void set(int64_t value) { throwing_object.value = run.position = value; }
 
   AlikeShard run;
   std::vector<at::Tensor> own;
-  Fussy fussy;
+  ThrowingObject throwing_object;
 };
 
-}  // namespace checkpoint_ranks
+}  // namespace distributed_checkpoint_test

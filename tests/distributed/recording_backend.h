@@ -54,18 +54,18 @@ class RecordingBackend : public c10d::Backend {
   Listener listener_;
 };
 
-inline c10::intrusive_ptr<c10d::Backend> recording_ranks(c10::intrusive_ptr<c10d::Backend> inner,
-                                                         RecordingBackend::Listener listener) {
+inline c10::intrusive_ptr<c10d::Backend> make_recording_backend(
+    c10::intrusive_ptr<c10d::Backend> inner, RecordingBackend::Listener listener) {
   return c10::make_intrusive<RecordingBackend>(std::move(inner), std::move(listener));
 }
 
 /// Writes the names down.
-inline c10::intrusive_ptr<c10d::Backend> recording_ranks(c10::intrusive_ptr<c10d::Backend> inner,
-                                                         std::vector<std::string>& log) {
-  return recording_ranks(std::move(inner),
-                         [&log](const std::string& collective, const at::Tensor& /*tensor*/) {
-                           log.push_back(collective);
-                         });
+inline c10::intrusive_ptr<c10d::Backend> make_recording_backend(
+    c10::intrusive_ptr<c10d::Backend> inner, std::vector<std::string>& log) {
+  return make_recording_backend(
+      std::move(inner), [&log](const std::string& collective, const at::Tensor& /*tensor*/) {
+        log.push_back(collective);
+      });
 }
 
 }  // namespace distributed_test

@@ -15,41 +15,41 @@
 #include "../support/bitwise_equal.h"
 #include "../support/message_of.h"
 #include "../support/save_to_string.h"
-#include "ranks.h"
-#include "ranks_beside_one.h"
-#include "some_ranks.h"
+#include "rank_subset.h"
+#include "single_process_reference.h"
+#include "test_backends.h"
 
 namespace sharded_files_test {
 namespace {
 
-using distributed_test::everyone;
-using distributed_test::numbers_of_ranks;
-using distributed_test::Ranks;
-using distributed_test::SomeRanks;
+using distributed_test::available_world_sizes;
+using distributed_test::BackendPtr;
+using distributed_test::make_world_backend;
+using distributed_test::RankSubset;
 using mezzo::ShardedOptimizer;
 using mezzo::optim::AdamW;
 using mezzo::optim::AdamWOptions;
 using mezzo::optim::WeightStorage;
 using mezzo::optim::WeightStorageOptions;
-using ranks_beside_one::kSmallBuckets;
-using ranks_beside_one::Model;
+using single_process_reference::kSmallBuckets;
+using single_process_reference::Model;
 using test_support::load_from_string;
 using test_support::message_of;
 using test_support::save_to_string;
 using testing::HasSubstr;
 
-std::string from_rank_0(const std::string& text) {
-  return mezzo::detail::broadcast_text(everyone(), text, 0);
+std::string broadcast_from_rank0(const std::string& text) {
+  return mezzo::detail::broadcast_string(make_world_backend(), text, 0);
 }
 
 /// Every rank computes the same, so that sums over 1, 2 and 4 ranks and their averages are exact:
 /// any number of ranks takes the same steps, and so does an optimizer alone.
 void train(Model model, torch::optim::Optimizer& optimizer, int first, int last) {
-  const auto data = ranks_beside_one::batches(last);
+  const auto data = single_process_reference::batches(last);
   for (int i = first; i < last; ++i) {
     optimizer.zero_grad();
     // A parameter is used in some steps alone: it counts fewer.
-    ranks_beside_one::loss_of(model, data[static_cast<std::size_t>(i)], i % 2).backward();
+    single_process_reference::loss_of(model, data[static_cast<std::size_t>(i)], i % 2).backward();
     optimizer.step();
   }
 }
@@ -74,18 +74,18 @@ Saved train_alone(Model model, const Options& options, const WeightStorageOption
 template <class Optimizer, class Options>
 Saved train_on_ranks(int size, const Options& options, const WeightStorageOptions& weights,
                      Model wanted) {
-  const SomeRanks group(size);
+  const RankSubset group(size);
   Saved files;
-  if (group.has_this()) {
+  if (group.contains_this_rank()) {
     Model model(wanted->out->bias.scalar_type());
     ShardedOptimizer<Optimizer> optimizer(model->parameters(), group.ranks(), options,
                                           kSmallBuckets, weights);
     train(model, optimizer, 0, 3);
     files = {save_to_string(model), save_to_string(optimizer)};
     train(model, optimizer, 3, 5);
-    ranks_beside_one::expect_equal(model, wanted, "saving changes nothing");
+    single_process_reference::expect_equal(model, wanted, "saving changes nothing");
   }
-  return {from_rank_0(files.model), from_rank_0(files.optimizer)};
+  return {broadcast_from_rank0(files.model), broadcast_from_rank0(files.optimizer)};
 }
 
 /// From the saved step on `optimizer` ends with `wanted`'s weights; `who` says whose it is.
@@ -96,7 +96,7 @@ void expect_to_go_on(const Saved& file, Model model, Optimizer& optimizer, Model
   load_from_string(optimizer, file.optimizer);
   EXPECT_EQ(optimizer.applied_steps(), 3) << who;
   train(model, optimizer, 3, 5);
-  ranks_beside_one::expect_equal(model, wanted, who + " goes on");
+  single_process_reference::expect_equal(model, wanted, who + " goes on");
 }
 
 template <class Optimizer, class Options>
@@ -104,15 +104,15 @@ void expect_to_go_on_anywhere(const Options& options, at::ScalarType dtype,
                               const WeightStorageOptions& weights = {}) {
   Model alone(dtype);
   std::vector<Saved> files{train_alone<Optimizer>(alone, options, weights)};
-  for (const int size : numbers_of_ranks())
+  for (const int size : available_world_sizes())
     files.push_back(train_on_ranks<Optimizer>(size, options, weights, alone));
   for (const Saved& file : files) {
     Model unsharded(dtype);
     Optimizer optimizer(unsharded->parameters(), options, weights);
     expect_to_go_on(file, unsharded, optimizer, alone, "an optimizer alone");
-    for (const int size : numbers_of_ranks()) {
-      const SomeRanks group(size);
-      if (!group.has_this()) continue;
+    for (const int size : available_world_sizes()) {
+      const RankSubset group(size);
+      if (!group.contains_this_rank()) continue;
       Model model(dtype);
       ShardedOptimizer<Optimizer> sharded(model->parameters(), group.ranks(), options,
                                           kSmallBuckets, weights);
@@ -122,11 +122,11 @@ void expect_to_go_on_anywhere(const Options& options, at::ScalarType dtype,
   }
 }
 
-TEST(ShardedFiles, AnyNumberOfRanksGoesOnToTheBit) {
+TEST(ShardedOptimizerCheckpoint, AnyNumberOfRanksGoesOnToTheBit) {
   expect_to_go_on_anywhere<AdamW>(AdamWOptions(0.01).amsgrad(true), at::kFloat);
 }
 
-TEST(ShardedFiles, MastersGoAlong) {
+TEST(ShardedOptimizerCheckpoint, MastersGoAlong) {
   using mezzo::optim::SGD;
   using mezzo::optim::SGDOptions;
   expect_to_go_on_anywhere<AdamW>(AdamWOptions(0.01), at::kBFloat16,
@@ -160,14 +160,14 @@ void expect_same_state(mezzo::optim::AdamWParamState& got, mezzo::optim::AdamWPa
 
 /// What the archive holds is what the optimizer alone would have written: no state more or less,
 /// each of the parameter's shape, strides and dtype.
-TEST(ShardedFiles, TheArchiveIsThatOfTheOptimizerAlone) {
-  const SomeRanks group(numbers_of_ranks().back());  // of three, averages would be rounded
+TEST(ShardedOptimizerCheckpoint, TheArchiveIsThatOfTheOptimizerAlone) {
+  const RankSubset group(available_world_sizes().back());  // of three, averages would be rounded
   for (const auto dtype : {at::kFloat, at::kBFloat16}) {
     const AdamWOptions options(0.01);
     const WeightStorageOptions masters{.weight_storage = WeightStorage::fp32_master};
     Model alone(dtype), other(dtype);
     std::string archive;
-    if (group.has_this()) {
+    if (group.contains_this_rank()) {
       Model model(dtype);
       ShardedOptimizer<AdamW> sharded(model->parameters(), group.ranks(), options, kSmallBuckets,
                                       masters);
@@ -177,7 +177,7 @@ TEST(ShardedFiles, TheArchiveIsThatOfTheOptimizerAlone) {
     AdamW whole(alone->parameters(), options, masters);
     train(alone, whole, 0, 3);
     AdamW loaded(other->parameters(), AdamWOptions(1.));
-    load_from_string(loaded, from_rank_0(archive));
+    load_from_string(loaded, broadcast_from_rank0(archive));
     ASSERT_EQ(loaded.state().size(), whole.state().size());
     EXPECT_EQ(static_cast<AdamWOptions&>(loaded.param_groups()[0].options()).lr(), 0.01);
     for (std::size_t i = 0; i < alone->parameters().size(); ++i) {
@@ -191,13 +191,13 @@ TEST(ShardedFiles, TheArchiveIsThatOfTheOptimizerAlone) {
 }
 
 /// torch::optim::Adagrad makes the states of all parameters, other ranks' too, at the beginning.
-TEST(ShardedFiles, AStateIsItsOwnersWhoeverElseHasOne) {
+TEST(ShardedOptimizerCheckpoint, AStateIsItsOwnersWhoeverElseHasOne) {
   using torch::optim::Adagrad;
-  const SomeRanks group(numbers_of_ranks().back());
+  const RankSubset group(available_world_sizes().back());
   const torch::optim::AdagradOptions options(0.01);
   Model alone, other;
   std::string archive;
-  if (group.has_this()) {
+  if (group.contains_this_rank()) {
     Model model;
     ShardedOptimizer<Adagrad> sharded(model->parameters(), group.ranks(), options, kSmallBuckets);
     train(model, sharded, 0, 3);
@@ -205,7 +205,7 @@ TEST(ShardedFiles, AStateIsItsOwnersWhoeverElseHasOne) {
   }
   Adagrad whole(alone->parameters(), options), loaded(other->parameters(), options);
   train(alone, whole, 0, 3);
-  load_from_string(loaded, from_rank_0(archive));
+  load_from_string(loaded, broadcast_from_rank0(archive));
   const auto sum_of = [](Adagrad& optimizer, const at::Tensor& parameter) {
     auto& state = *optimizer.state().at(parameter.unsafeGetTensorImpl());
     return static_cast<torch::optim::AdagradParamState&>(state).sum();
@@ -216,15 +216,15 @@ TEST(ShardedFiles, AStateIsItsOwnersWhoeverElseHasOne) {
   }
 }
 
-TEST(ShardedFiles, AScheduleGoesOnFromTheBaseRates) {
-  Ranks ranks = everyone();
+TEST(ShardedOptimizerCheckpoint, AScheduleGoesOnFromTheBaseRates) {
+  BackendPtr ranks = make_world_backend();
   Model model;
   ShardedOptimizer<AdamW> optimizer(model->parameters(), ranks, AdamWOptions(0.5), kSmallBuckets);
   optimizer.set_lr_factors({1., 0.5, 0.25});
   train(model, optimizer, 0, 2);
   optimizer.set_optimizer_lrs(2);
   {
-    const std::string file = from_rank_0(save_to_string(optimizer));
+    const std::string file = broadcast_from_rank0(save_to_string(optimizer));
     ShardedOptimizer<AdamW> loaded(model->parameters(), ranks, AdamWOptions(0.1), kSmallBuckets);
     loaded.set_lr_factors({1., 0.5, 0.25});
     load_from_string(loaded, file);
@@ -234,21 +234,21 @@ TEST(ShardedFiles, AScheduleGoesOnFromTheBaseRates) {
   }
 }
 
-TEST(ShardedFiles, AParameterThatIsFrozenByNowKeepsItsStateAndTheFileIsWritten) {
-  Ranks ranks = everyone();
+TEST(ShardedOptimizerCheckpoint, AParameterThatIsFrozenByNowKeepsItsStateAndTheFileIsWritten) {
+  BackendPtr ranks = make_world_backend();
   Model model;
   std::string file;
   {
     ShardedOptimizer<AdamW> all(model->parameters(), ranks, AdamWOptions(0.1), kSmallBuckets);
     train(model, all, 0, 2);
-    file = from_rank_0(save_to_string(all));
+    file = broadcast_from_rank0(save_to_string(all));
   }
   model->out->bias.set_requires_grad(false);
   model->out->bias.mutable_grad() = at::Tensor();
   ShardedOptimizer<AdamW> fewer(model->parameters(), ranks, AdamWOptions(0.1), kSmallBuckets);
   load_from_string(fewer, file);
   train(model, fewer, 2, 3);
-  const std::string later = from_rank_0(save_to_string(fewer));
+  const std::string later = broadcast_from_rank0(save_to_string(fewer));
   for (const bool is_frozen : {true, false}) {
     const at::Tensor& parameter = is_frozen ? model->out->bias : model->out->weight;
     AdamW before(model->parameters(), AdamWOptions(0.1)), after(before.param_groups());
@@ -262,8 +262,8 @@ TEST(ShardedFiles, AParameterThatIsFrozenByNowKeepsItsStateAndTheFileIsWritten) 
   }
 }
 
-TEST(ShardedFiles, ASaveThatOneRankCannotDoThrowsOnAllAndChangesNothing) {
-  Ranks ranks = everyone();
+TEST(ShardedOptimizerCheckpoint, ASaveThatOneRankCannotDoThrowsOnAllAndChangesNothing) {
+  BackendPtr ranks = make_world_backend();
   Model model;
   ShardedOptimizer<AdamW> optimizer(model->parameters(), ranks, AdamWOptions(0.1), kSmallBuckets);
   train(model, optimizer, 0, 2);
@@ -282,8 +282,8 @@ TEST(ShardedFiles, ASaveThatOneRankCannotDoThrowsOnAllAndChangesNothing) {
   EXPECT_EQ(save_to_string(optimizer), file);
 }
 
-TEST(ShardedFiles, LibtorchsFileCanBeRead) {
-  Ranks ranks = everyone();
+TEST(ShardedOptimizerCheckpoint, LibtorchsFileCanBeRead) {
+  BackendPtr ranks = make_world_backend();
   Model alone;
   torch::optim::AdamW theirs(alone->parameters(), torch::optim::AdamWOptions(0.01));
   train(alone, theirs, 0, 3);
@@ -293,11 +293,11 @@ TEST(ShardedFiles, LibtorchsFileCanBeRead) {
   load_from_string(sharded, save_to_string(theirs));
   train(alone, theirs, 3, 5);
   train(model, sharded, 3, 5);
-  ranks_beside_one::expect_close(model, alone, 1e-6);
+  single_process_reference::expect_close(model, alone, 1e-6);
 }
 
-TEST(ShardedFiles, AFileOfSomethingElseChangesNothing) {
-  Ranks ranks = everyone();
+TEST(ShardedOptimizerCheckpoint, AFileOfSomethingElseChangesNothing) {
+  BackendPtr ranks = make_world_backend();
   Model model, alone;
   ShardedOptimizer<AdamW> optimizer(model->parameters(), ranks, AdamWOptions(0.01), kSmallBuckets);
   ShardedOptimizer<AdamW> undisturbed(alone->parameters(), ranks, AdamWOptions(0.01),
@@ -320,7 +320,7 @@ TEST(ShardedFiles, AFileOfSomethingElseChangesNothing) {
   EXPECT_EQ(optimizer.param_groups()[0].options().get_lr(), 0.01);
   train(model, optimizer, 2, 4);
   train(alone, undisturbed, 2, 4);
-  ranks_beside_one::expect_equal(model, alone, "as if nothing had been");
+  single_process_reference::expect_equal(model, alone, "as if nothing had been");
 }
 
 }  // namespace

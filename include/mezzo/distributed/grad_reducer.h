@@ -5,7 +5,7 @@
 #include <mezzo/base/detail/describe.h>
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/version.h>
-#include <mezzo/distributed/detail/ranks.h>
+#include <mezzo/distributed/detail/collectives.h>
 #include <mezzo/optim/grad_buckets.h>
 
 #include <ATen/core/Tensor.h>
@@ -33,16 +33,16 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
-/// How gradients are reduced. All ranks have the same options; GradAllReduce's constructor compares
+/// How gradients are reduced. All ranks have the same options; GradReducer's constructor compares
 /// them.
-struct GradAllReduceOptions {
+struct GradReducerOptions {
   /// The most bytes of a bucket of gradients; > 0. A bucket is sent as soon as it is complete:
   /// smaller ones are sent earlier, larger ones cost fewer calls.
   int64_t bucket_cap_bytes = kDefaultBucketCapBytes;
   /// bfloat16 or half: gradients of float and double are sent in this dtype, divided by the number
   /// of ranks and rounded to nearest, so that only an average that the dtype cannot hold overflows.
   /// half needs a loss scale. Takes 2 bytes an element beside the buffer.
-  std::optional<at::ScalarType> compress_dtype = std::nullopt;
+  std::optional<at::ScalarType> reduce_dtype = std::nullopt;
 };
 
 namespace detail {
@@ -55,23 +55,22 @@ namespace detail {
 ///                               a map of which parameters have a gradient; all sums are awaited
 class Reducer final : public std::enable_shared_from_this<Reducer> {
  public:
-  Reducer(const std::vector<at::Tensor>& parameters, GroupPtr group,
-          const GradAllReduceOptions& options)
-      : group_(checked(std::move(group), "GradAllReduce")),
-        compress_dtype_(options.compress_dtype),
-        averages_(group_->getBackendName() == "mpi"),
+  Reducer(const std::vector<at::Tensor>& parameters, BackendPtr backend,
+          const GradReducerOptions& options)
+      : backend_(check_backend(std::move(backend), "GradReducer")),
+        reduce_dtype_(options.reduce_dtype),
+        backend_averages_(backend_->getBackendName() == "mpi"),
         buckets_(parameters, {.bucket_cap_bytes = options.bucket_cap_bytes}),
         bucket_of_(parameters.size()) {
-    TORCH_CHECK(
-        !compress_dtype_ || *compress_dtype_ == at::kBFloat16 || *compress_dtype_ == at::kHalf,
-        "GradAllReduce: `compress_dtype` must be bfloat16 or half, but is ",
-        compress_dtype_.value_or(at::kFloat));
+    TORCH_CHECK(!reduce_dtype_ || *reduce_dtype_ == at::kBFloat16 || *reduce_dtype_ == at::kHalf,
+                "GradReducer: `reduce_dtype` must be bfloat16 or half, but is ",
+                reduce_dtype_.value_or(at::kFloat));
     for (std::size_t i = 0; i < buckets_.buckets().size(); ++i) {
       for (const std::size_t number : buckets_.buckets()[i].parameters) bucket_of_[number] = i;
     }
-    if (group_->getSize() > 1) {
-      check_alike(group_, "GradAllReduce", words(),
-                  "give all ranks the same parameters and options");
+    if (backend_->getSize() > 1) {
+      check_equal_on_all_ranks(backend_, "GradReducer", describe(),
+                               "give all ranks the same parameters and options");
     }
   }
 
@@ -121,7 +120,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
 
     void operator()(const at::Tensor& parameter) override {
       if (previous != nullptr) (*previous)(parameter);
-      if (const auto alive = reducer.lock()) alive->arrived(number);
+      if (const auto alive = reducer.lock()) alive->mark_ready(number);
     }
 
     std::weak_ptr<Reducer> reducer;
@@ -131,22 +130,22 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
 
   /// A backward pass that has not ended: libtorch's number of the pass, and a pointer that expires
   /// when the pass ends or throws.
-  struct Pass {
+  struct BackwardPass {
     int number;
     std::weak_ptr<void> life;
   };
 
   /// A bucket under way: what is sent of it, which is `flat` itself where nothing is compressed.
-  struct Sent {
+  struct InFlightBucket {
     at::Tensor flat, sent;
     WorkPtr work;
   };
 
   /// Returns a line for each thing in which ranks must not differ.
-  std::string words() const {
+  std::string describe() const {
     std::ostringstream lines;
-    lines << "compress_dtype: ";
-    compress_dtype_ ? lines << *compress_dtype_ : lines << "none";
+    lines << "reduce_dtype: ";
+    reduce_dtype_ ? lines << *reduce_dtype_ : lines << "none";
     lines << '\n';
     for (std::size_t i = 0; i < buckets_.parameters().size(); ++i) {
       const at::Tensor& parameter = buckets_.parameters()[i];
@@ -157,38 +156,39 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   }
 
   /// Called by the hook of parameter `number`, on one of autograd's threads.
-  void arrived(std::size_t number) {
+  void mark_ready(std::size_t number) {
     const std::lock_guard lock(mutex_);
     if (no_sync_ > 0) return;
-    begin_pass();
+    begin_backward_pass();
     const at::Tensor& parameter = buckets_.parameters()[number];
-    TORCH_CHECK(!parameter.grad().requires_grad(), "GradAllReduce on rank ", group_->getRank(),
+    TORCH_CHECK(!parameter.grad().requires_grad(), "GradReducer on rank ", backend_->getRank(),
                 ": the gradient of ", describe_param(number, parameter),
                 " has a history (create_graph), which ends with this process; run that backward "
                 "pass without synchronisation (no_sync)");
-    TORCH_CHECK(bucket_of_[number] >= next_, "GradAllReduce on rank ", group_->getRank(),
+    TORCH_CHECK(bucket_of_[number] >= next_, "GradReducer on rank ", backend_->getRank(),
                 ": the gradient of ", describe_param(number, parameter),
                 " came once more in one backward pass, after its bucket was sent: a pass inside of "
                 "this one reached it; use mezzo::activation_checkpoint, which runs none over "
                 "parameters, or call the shared layer outside of other checkpoints");
     buckets_.copy_grad_to_bucket(number);
-    if (std::exchange(has_arrived_[number], true)) return;
-    --missing_[bucket_of_[number]];
-    while (next_ < missing_.size() && missing_[next_] == 0) send(next_++);
+    if (std::exchange(is_ready_[number], true)) return;
+    --pending_grads_[bucket_of_[number]];
+    while (next_ < pending_grads_.size() && pending_grads_[next_] == 0) all_reduce_bucket(next_++);
   }
 
   /// Throws where another reducer averages a gradient too. Called in the first pass, for a reducer
   /// may be made before the one that it replaces is destroyed.
-  void check_alone() const {
+  void check_no_other_reducer() const {
     for (std::size_t number = 0; number < bucket_of_.size(); ++number) {
       const at::Tensor& parameter = buckets_.parameters()[number];
       const auto* link = torch::autograd::impl::post_acc_grad_hooks(parameter).get();
       while (const auto* const hook = dynamic_cast<const Hook*>(link)) {
         const auto alive = hook->reducer.lock();
-        TORCH_CHECK(alive == nullptr || alive.get() == this, "GradAllReduce on rank ",
-                    group_->getRank(), ": the gradient of ", describe_param(number, parameter),
-                    " is reduced by another DataParallel, GradAllReduce or ShardedOptimizer too; "
-                    "leave it to one of them, and destroy the other");
+        TORCH_CHECK(
+            alive == nullptr || alive.get() == this, "GradReducer on rank ", backend_->getRank(),
+            ": the gradient of ", describe_param(number, parameter),
+            " is reduced by another DistributedDataParallel, GradReducer or ShardedOptimizer too; "
+            "leave it to one of them, and destroy the other");
         link = hook->previous.get();
       }
     }
@@ -196,66 +196,66 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
 
   /// Called at each gradient. A pass that runs inside another, as a checkpoint's does, belongs to
   /// the outer one, unless it reaches the parameters first.
-  void begin_pass() {
-    std::erase_if(passes_, [](const Pass& pass) { return pass.life.expired(); });
+  void begin_backward_pass() {
+    std::erase_if(passes_, [](const BackwardPass& pass) { return pass.life.expired(); });
     const int number = torch::autograd::get_current_graph_task_id();
-    const auto is_this = [number](const Pass& pass) { return pass.number == number; };
+    const auto is_this = [number](const BackwardPass& pass) { return pass.number == number; };
     if (std::any_of(passes_.begin(), passes_.end(), is_this)) return;
     if (passes_.empty()) {
-      TORCH_CHECK(!is_running_ || group_->getSize() == 1, "GradAllReduce on rank ",
-                  group_->getRank(),
+      TORCH_CHECK(!is_running_ || backend_->getSize() == 1, "GradReducer on rank ",
+                  backend_->getRank(),
                   ": an earlier backward pass did not end, so the ranks are no longer in step; "
                   "begin again from a checkpoint on all ranks");
-      if (!is_known_alone_) check_alone();
-      is_known_alone_ = true;
+      if (!checked_no_other_reducer_) check_no_other_reducer();
+      checked_no_other_reducer_ = true;
       is_running_ = true;
       next_ = 0;
-      has_arrived_.assign(bucket_of_.size(), false);
-      missing_.assign(buckets_.buckets().size(), 0);
+      is_ready_.assign(bucket_of_.size(), false);
+      pending_grads_.assign(buckets_.buckets().size(), 0);
       for (std::size_t i = 0; i < bucket_of_.size(); ++i) {
-        if (buckets_.parameters()[i].requires_grad()) ++missing_[bucket_of_[i]];
+        if (buckets_.parameters()[i].requires_grad()) ++pending_grads_[bucket_of_[i]];
       }
     }
     const auto life = std::make_shared<int>();
     passes_.push_back({number, life});
     torch::autograd::Engine::get_default_engine().queue_callback(
         [weak = weak_from_this(), number, life] {
-          if (const auto alive = weak.lock()) alive->end_pass(number);
+          if (const auto alive = weak.lock()) alive->finalize_backward(number);
         });
   }
 
   /// Begins to sum a bucket, whose `flat` no other code touches until the pass ends.
-  void send(std::size_t bucket) {
+  void all_reduce_bucket(std::size_t bucket) {
     const c10::NoGradGuard no_grad;
-    if (group_->getSize() == 1) return;
+    if (backend_->getSize() == 1) return;
     const at::Tensor& flat = buckets_.buckets()[bucket].buffer;
-    const bool is_compressed = compress_dtype_ && !is_low_precision(flat);
-    const bool averages = averages_ && !is_compressed;
-    if (!averages) flat.div_(group_->getSize());
-    const at::Tensor sent = is_compressed ? flat.to(*compress_dtype_) : flat;
-    sent_.push_back(
+    const bool is_compressed = reduce_dtype_ && !is_low_precision(flat);
+    const bool averages = backend_averages_ && !is_compressed;
+    if (!averages) flat.div_(backend_->getSize());
+    const at::Tensor sent = is_compressed ? flat.to(*reduce_dtype_) : flat;
+    in_flight_.push_back(
         {flat, sent,
-         all_reduce(group_, sent, averages ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM)});
+         all_reduce(backend_, sent, averages ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM)});
   }
 
-  void end_pass(int number) {
+  void finalize_backward(int number) {
     const std::lock_guard lock(mutex_);
-    std::erase_if(passes_, [number](const Pass& pass) { return pass.number == number; });
+    std::erase_if(passes_, [number](const BackwardPass& pass) { return pass.number == number; });
     if (!passes_.empty()) return;
     const c10::NoGradGuard no_grad;
-    for (; next_ < missing_.size(); ++next_) {
+    for (; next_ < pending_grads_.size(); ++next_) {
       for (const std::size_t parameter : buckets_.buckets()[next_].parameters) {
-        if (!has_arrived_[parameter]) buckets_.copy_grad_to_bucket(parameter);
+        if (!is_ready_[parameter]) buckets_.copy_grad_to_bucket(parameter);
       }
-      send(next_);
+      all_reduce_bucket(next_);
     }
-    if (group_->getSize() > 1) finish();
+    if (backend_->getSize() > 1) wait_for_buckets();
     is_running_ = false;
   }
 
   /// Waits for the sums. A parameter whose gradient only other ranks have made gets its place as
   /// gradient. The host waits for a device only where this rank lacks a gradient.
-  void finish() {
+  void wait_for_buckets() {
     const auto& parameters = buckets_.parameters();
     const at::Tensor has_gradient =
         at::ones({static_cast<int64_t>(parameters.size())},
@@ -266,12 +266,12 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
       lacking.push_back(i);
       has_gradient[static_cast<int64_t>(i)].zero_();
     }
-    const WorkPtr work = all_reduce(group_, has_gradient, c10d::ReduceOp::MAX);
-    for (const Sent& one : sent_) {
+    const WorkPtr work = all_reduce(backend_, has_gradient, c10d::ReduceOp::MAX);
+    for (const InFlightBucket& one : in_flight_) {
       one.work->wait();
       if (!one.sent.is_same(one.flat)) one.flat.copy_(one.sent);
     }
-    sent_.clear();
+    in_flight_.clear();
     work->wait();
     if (lacking.empty()) return;
     const at::Tensor anywhere = has_gradient.cpu();
@@ -283,21 +283,21 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
     }
   }
 
-  const GroupPtr group_;
-  const std::optional<at::ScalarType> compress_dtype_;
-  const bool averages_;  // the group rounds averages once; others divide before they add
+  const BackendPtr backend_;
+  const std::optional<at::ScalarType> reduce_dtype_;
+  const bool backend_averages_;  // the backend rounds averages once; others divide before they add
   GradBuckets buckets_;
   std::vector<std::size_t> bucket_of_;  // of each parameter
 
-  std::mutex mutex_;                  // guards what follows
-  int no_sync_ = 0;                   // how many guards there are
-  std::vector<Pass> passes_;          // several where one runs inside another
-  bool is_known_alone_ = false;       // no other reducer averages a gradient of these
-  bool is_running_ = false;           // a pass has begun and not ended well
-  std::vector<char> has_arrived_;     // a parameter, in this pass
-  std::vector<std::size_t> missing_;  // of each bucket: gradients that are still to come
-  std::size_t next_ = 0;              // the bucket to send next
-  std::vector<Sent> sent_;
+  std::mutex mutex_;                        // guards what follows
+  int no_sync_ = 0;                         // how many guards there are
+  std::vector<BackwardPass> passes_;        // several where one runs inside another
+  bool checked_no_other_reducer_ = false;   // no other reducer averages a gradient of these
+  bool is_running_ = false;                 // a pass has begun and not ended well
+  std::vector<char> is_ready_;              // a parameter, in this pass
+  std::vector<std::size_t> pending_grads_;  // of each bucket: gradients that are still to come
+  std::size_t next_ = 0;                    // the bucket to send next
+  std::vector<InFlightBucket> in_flight_;
 };
 
 }  // namespace detail
@@ -305,14 +305,14 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
 /// A guard under which backward passes only accumulate on this rank: for all micro-batches but the
 /// last, as DistributedDataParallel's `no_sync`. Copies guard together; any may outlive what made
 /// it.
-using NoSync = std::shared_ptr<void>;
+using NoSyncGuard = std::shared_ptr<void>;
 
-/// Averages gradients over the ranks: while a GradAllReduce lives, every backward pass over its
+/// Averages gradients over the ranks: while a GradReducer lives, every backward pass over its
 /// parameters ends with the gradients in `.grad` that one process with the batches of all ranks
 /// would have, as views of GradBuckets. Any code may read or clip them, or step with them.
 ///
 /// \code
-///   mezzo::GradAllReduce all_reduce(model->parameters(), world);
+///   mezzo::GradReducer all_reduce(model->parameters(), world);
 ///   mezzo::optim::AdamW optimizer(model->parameters(), 2e-5);
 ///   for (auto& batch : *part_of_this_rank) {
 ///     optimizer.zero_grad();
@@ -329,29 +329,29 @@ using NoSync = std::shared_ptr<void>;
 ///
 /// All ranks have the same parameters in the same order, the same options, and as many backward
 /// passes. Each parameter gets a post-accumulate hook, which first calls the hook that was there.
-/// Errors, also those of the group, and a second one that reduces a parameter, are thrown by
+/// Errors, also those of the backend, and a second one that reduces a parameter, are thrown by
 /// `backward()`; the ranks are then out of step: begin again from a checkpoint. One backward pass
 /// at a time may reach the parameters.
-class GradAllReduce {
+class GradReducer {
  public:
   /// All ranks call it together, and compare their parameters and options.
-  /// \throws c10::Error if `group` is null or an option is wrong; on all ranks, naming the first one
+  /// \throws c10::Error if `backend` is null or an option is wrong; on all ranks, naming the first one
   ///   whose parameters or options differ
-  GradAllReduce(const std::vector<at::Tensor>& parameters, c10::intrusive_ptr<c10d::Backend> group,
-                const GradAllReduceOptions& options = {})
-      : reducer_(std::make_shared<detail::Reducer>(parameters, std::move(group), options)) {
+  GradReducer(const std::vector<at::Tensor>& parameters, c10::intrusive_ptr<c10d::Backend> backend,
+              const GradReducerOptions& options = {})
+      : reducer_(std::make_shared<detail::Reducer>(parameters, std::move(backend), options)) {
     reducer_->install_hooks();
   }
   /// Removes the hooks. Gradients stay where they are.
-  ~GradAllReduce() { reducer_->remove_hooks(); }
-  GradAllReduce(const GradAllReduce&) = delete;
-  GradAllReduce& operator=(const GradAllReduce&) = delete;
+  ~GradReducer() { reducer_->remove_hooks(); }
+  GradReducer(const GradReducer&) = delete;
+  GradReducer& operator=(const GradReducer&) = delete;
 
   /// Returns the buckets of the gradients.
   GradBuckets& buckets() noexcept { return reducer_->buckets(); }
 
   /// Returns a guard under which backward passes only accumulate on this rank.
-  [[nodiscard]] NoSync no_sync() {
+  [[nodiscard]] NoSyncGuard no_sync() {
     reducer_->add_no_sync(1);
     return {reducer_.get(), [reducer = reducer_](void*) { reducer->add_no_sync(-1); }};
   }

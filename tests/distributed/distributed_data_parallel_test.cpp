@@ -2,7 +2,7 @@
 //
 #include <mezzo/autocast/autocast_guard.h>
 #include <mezzo/autocast/autocast_module.h>
-#include <mezzo/distributed/data_parallel.h>
+#include <mezzo/distributed/distributed_data_parallel.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/scaling/grad_scaler.h>
 #include <mezzo/torchscript.h>
@@ -19,14 +19,14 @@
 
 #include "../support/message_of.h"
 #include "../support/script_model.h"
-#include "alike_ranks.h"
-#include "recording_ranks.h"
+#include "fake_backend.h"
+#include "recording_backend.h"
 
 namespace {
 
-using distributed_test::alike_ranks;
-using distributed_test::recording_ranks;
-using mezzo::DataParallel;
+using distributed_test::make_fake_backend;
+using distributed_test::make_recording_backend;
+using mezzo::DistributedDataParallel;
 using test_support::message_of;
 using testing::HasSubstr;
 
@@ -55,51 +55,53 @@ void expect_passes_all_arguments(Ddp& ddp) {
   EXPECT_EQ(written, "!!");
 }
 
-TEST(DataParallel, ForwardTakesAndGivesWhatTheModelsDoes) {
+TEST(DistributedDataParallel, ForwardTakesAndGivesWhatTheModelsDoes) {
   const ManyArguments model;
-  DataParallel ddp(model, alike_ranks(2));
+  DistributedDataParallel ddp(model, make_fake_backend(2));
   expect_passes_all_arguments(ddp);
-  DataParallel autocast(mezzo::AutocastModule(model, {.device_type = torch::kCPU}), alike_ranks(2));
+  DistributedDataParallel autocast(mezzo::AutocastModule(model, {.device_type = torch::kCPU}),
+                                   make_fake_backend(2));
   expect_passes_all_arguments(autocast);
 
   std::shared_ptr<torch::nn::LinearImpl> pointer = torch::nn::Linear(2, 1).ptr();
-  DataParallel of_pointer(pointer, alike_ranks(2));
+  DistributedDataParallel of_pointer(pointer, make_fake_backend(2));
   EXPECT_EQ(of_pointer(torch::ones({3, 2})).size(1), 1);
   torch::nn::Sequential layers(torch::nn::Linear(2, 4), torch::nn::ReLU());
-  DataParallel of_layers(layers, alike_ranks(2));
+  DistributedDataParallel of_layers(layers, make_fake_backend(2));
   EXPECT_EQ(of_layers(torch::ones({3, 2})).size(1), 4);
 }
 
-TEST(DataParallel, SharesTheModelUnderItsOwnNames) {
+TEST(DistributedDataParallel, SharesTheModelUnderItsOwnNames) {
   torch::nn::Linear model(2, 1);
-  DataParallel ddp(model, alike_ranks(2));
+  DistributedDataParallel ddp(model, make_fake_backend(2));
   EXPECT_EQ(ddp->weight.unsafeGetTensorImpl(), model->weight.unsafeGetTensorImpl());
   EXPECT_EQ(ddp->named_parameters().keys(), (std::vector<std::string>{"weight", "bias"}));
   EXPECT_EQ(ddp.module().get(), model.get());
-  DataParallel autocast(mezzo::AutocastModule(model, {.device_type = torch::kCPU}), alike_ranks(2));
+  DistributedDataParallel autocast(mezzo::AutocastModule(model, {.device_type = torch::kCPU}),
+                                   make_fake_backend(2));
   EXPECT_EQ(autocast->named_parameters().keys(), (std::vector<std::string>{"weight", "bias"}));
 }
 
-// In PyTorch's DataParallel, forward in another thread forgets autocast.
-TEST(DataParallel, ComputesUnderAutocastInAThreadThatKnowsNothingOfIt) {
+// In PyTorch's DistributedDataParallel, forward in another thread forgets autocast.
+TEST(DistributedDataParallel, ComputesUnderAutocastInAThreadThatKnowsNothingOfIt) {
   const auto dtype_in_a_thread = [](auto& ddp) {
     at::ScalarType dtype = at::kFloat;
     std::thread([&] { dtype = ddp(torch::ones({3, 2})).scalar_type(); }).join();
     return dtype;
   };
   torch::nn::Linear model(2, 1);
-  DataParallel ddp(
+  DistributedDataParallel ddp(
       mezzo::AutocastModule(model, {.device_type = torch::kCPU, .dtype = at::kBFloat16}),
-      alike_ranks(2));
+      make_fake_backend(2));
   EXPECT_EQ(dtype_in_a_thread(ddp), at::kBFloat16);
-  DataParallel without(model, alike_ranks(2));
+  DistributedDataParallel without(model, make_fake_backend(2));
   const mezzo::AutocastGuard<torch::kCPU> autocast;
   EXPECT_EQ(dtype_in_a_thread(without), at::kFloat) << "a guard reaches its own thread alone";
 }
 
-TEST(DataParallel, BackwardMayRunInAnotherThread) {
+TEST(DistributedDataParallel, BackwardMayRunInAnotherThread) {
   torch::nn::Linear model(2, 1);
-  DataParallel ddp(model, alike_ranks(4));
+  DistributedDataParallel ddp(model, make_fake_backend(4));
   std::thread([&] { ddp(torch::ones({3, 2})).sum().backward(); }).join();
   EXPECT_TRUE(at::equal(model->weight.grad(), torch::full({1, 2}, 3.)));
 }
@@ -118,10 +120,11 @@ struct TwoLayersImpl : torch::nn::Module {
 };
 TORCH_MODULE(TwoLayers);
 
-TEST(DataParallel, ReducesBucketsBeforeTheBackwardPassHasMadeTheOthers) {
+TEST(DistributedDataParallel, ReducesBucketsBeforeTheBackwardPassHasMadeTheOthers) {
   std::vector<std::string> log;
   TwoLayers model;
-  DataParallel ddp(model, recording_ranks(alike_ranks(2), log), {.bucket_cap_bytes = 64 * 64 * 4});
+  DistributedDataParallel ddp(model, make_recording_backend(make_fake_backend(2), log),
+                              {.bucket_cap_bytes = 64 * 64 * 4});
   model->first->weight.register_hook([&](const at::Tensor&) { log.push_back("first layer"); });
   model->second->weight.register_hook([&](const at::Tensor&) { log.push_back("second layer"); });
   const at::Tensor loss = ddp(torch::randn({8, 64})).square().sum();
@@ -132,10 +135,10 @@ TEST(DataParallel, ReducesBucketsBeforeTheBackwardPassHasMadeTheOthers) {
       << "norm and second bias; second weight, first bias; first weight, and who had which";
 }
 
-TEST(DataParallel, DecidesWithoutACollectiveOfItsOwn) {
+TEST(DistributedDataParallel, DecidesWithoutACollectiveOfItsOwn) {
   std::vector<std::string> log;
   TwoLayers model;
-  DataParallel ddp(model, recording_ranks(alike_ranks(2), log));
+  DistributedDataParallel ddp(model, make_recording_backend(make_fake_backend(2), log));
   mezzo::optim::AdamW optimizer(model->parameters());
   mezzo::GradScaler scaler;
   log.clear();
@@ -150,10 +153,10 @@ TEST(DataParallel, DecidesWithoutACollectiveOfItsOwn) {
   EXPECT_TRUE(log.empty());
 }
 
-TEST(DataParallel, BroadcastsBuffersInTrainingAlone) {
+TEST(DistributedDataParallel, BroadcastsBuffersInTrainingAlone) {
   std::vector<std::string> log;
   TwoLayers model;
-  DataParallel ddp(model, recording_ranks(alike_ranks(2), log));
+  DistributedDataParallel ddp(model, make_recording_backend(make_fake_backend(2), log));
   const at::Tensor x = torch::randn({8, 64});
   log.clear();
   {
@@ -173,16 +176,17 @@ TEST(DataParallel, BroadcastsBuffersInTrainingAlone) {
   ddp.broadcast_buffers();
   EXPECT_EQ(log.size(), 4U);
 
-  DataParallel never(model, recording_ranks(alike_ranks(2), log), {.broadcast_buffers = false});
+  DistributedDataParallel never(model, make_recording_backend(make_fake_backend(2), log),
+                                {.broadcast_buffers = false});
   log.clear();
   never(x);
   EXPECT_TRUE(log.empty());
 }
 
-TEST(DataParallel, NamesAParameterThatWasFrozenAndIsNoMore) {
+TEST(DistributedDataParallel, NamesAParameterThatWasFrozenAndIsNoMore) {
   TwoLayers model;
   model->first->bias.requires_grad_(false);
-  DataParallel ddp(model, alike_ranks(2));
+  DistributedDataParallel ddp(model, make_fake_backend(2));
   EXPECT_EQ(ddp.buckets().parameters().size(), model->parameters().size() - 1);
   ddp(torch::randn({8, 64})).sum().backward();
   EXPECT_FALSE(model->first->bias.grad().defined());
@@ -195,7 +199,7 @@ TEST(DataParallel, NamesAParameterThatWasFrozenAndIsNoMore) {
   ddp(torch::randn({8, 64}));
 }
 
-TEST(DataParallel, TakesATiedWeightOnce) {
+TEST(DistributedDataParallel, TakesATiedWeightOnce) {
   struct Tied : torch::nn::Module {
     Tied() {
       in = register_module("in", torch::nn::Linear(3, 3));
@@ -205,30 +209,34 @@ TEST(DataParallel, TakesATiedWeightOnce) {
     torch::nn::Linear in{nullptr}, out{nullptr};
   };
   auto model = std::make_shared<Tied>();
-  DataParallel ddp(model, alike_ranks(2));
+  DistributedDataParallel ddp(model, make_fake_backend(2));
   EXPECT_EQ(ddp.buckets().parameters().size(), 2U);
   ddp(torch::ones({1, 3})).sum().backward();
   EXPECT_TRUE(model->in->weight.grad().defined());
 }
 
-TEST(DataParallel, RefusesWhatItCannotTrain) {
-  EXPECT_THAT(message_of([] { DataParallel(torch::nn::Linear(nullptr), alike_ranks(2)); }),
-              HasSubstr("`model` is empty"));
-  EXPECT_THAT(message_of([] { DataParallel(torch::nn::ReLU(), alike_ranks(2)); }),
+TEST(DistributedDataParallel, RefusesWhatItCannotTrain) {
+  EXPECT_THAT(
+      message_of([] { DistributedDataParallel(torch::nn::Linear(nullptr), make_fake_backend(2)); }),
+      HasSubstr("`model` is empty"));
+  EXPECT_THAT(message_of([] { DistributedDataParallel(torch::nn::ReLU(), make_fake_backend(2)); }),
               HasSubstr("no parameter of the model requires grad"));
   torch::nn::Linear model(2, 1);
-  EXPECT_THAT(message_of([&] { DataParallel(model, alike_ranks(2), {.bucket_cap_bytes = 0}); }),
+  EXPECT_THAT(message_of([&] {
+                DistributedDataParallel(model, make_fake_backend(2), {.bucket_cap_bytes = 0});
+              }),
               HasSubstr("bucket_cap_bytes is 0"));
 }
 
-TEST(DataParallel, TrainsTorchScriptAsTheSameModelInCpp) {
+TEST(DistributedDataParallel, TrainsTorchScriptAsTheSameModelInCpp) {
   const mezzo::ScriptModule script(test_support::script_model());
   const auto model = test_support::twin();
-  DataParallel ddp(script, alike_ranks(2));
-  DataParallel of_twin(model, alike_ranks(2));
-  DataParallel wrapped(mezzo::AutocastModule(mezzo::ScriptModule(test_support::script_model()),
-                                             {.device_type = torch::kCPU}),
-                       alike_ranks(2));
+  DistributedDataParallel ddp(script, make_fake_backend(2));
+  DistributedDataParallel of_twin(model, make_fake_backend(2));
+  DistributedDataParallel wrapped(
+      mezzo::AutocastModule(mezzo::ScriptModule(test_support::script_model()),
+                            {.device_type = torch::kCPU}),
+      make_fake_backend(2));
   const auto x = torch::randn({4, 3, 6, 6});
   {
     const mezzo::AutocastGuard<torch::kCPU> autocast;

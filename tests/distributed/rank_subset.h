@@ -6,7 +6,7 @@
 
 #include <vector>
 
-#include "ranks.h"
+#include "test_backends.h"
 
 namespace distributed_test {
 
@@ -17,29 +17,29 @@ inline int world_size() {
 }
 
 /// The first ranks of the world; the others have no part in it.
-class SomeRanks {
+class RankSubset {
  public:
-  explicit SomeRanks(int size) {
+  explicit RankSubset(int size) {
     int rank = 0;
     MPI_Comm_rank(MPI_COMM_WORLD, &rank);
     MPI_Comm_split(MPI_COMM_WORLD, rank < size ? 0 : MPI_UNDEFINED, rank, &communicator_);
   }
-  ~SomeRanks() {
+  ~RankSubset() {
     if (communicator_ != MPI_COMM_NULL) MPI_Comm_free(&communicator_);
     MPI_Barrier(MPI_COMM_WORLD);
   }
-  SomeRanks(const SomeRanks&) = delete;
-  SomeRanks& operator=(const SomeRanks&) = delete;
+  RankSubset(const RankSubset&) = delete;
+  RankSubset& operator=(const RankSubset&) = delete;
 
-  bool has_this() const { return communicator_ != MPI_COMM_NULL; }
-  Ranks ranks() const { return ranks_of(communicator_); }
+  bool contains_this_rank() const { return communicator_ != MPI_COMM_NULL; }
+  BackendPtr ranks() const { return make_backend(communicator_); }
 
  private:
   MPI_Comm communicator_ = MPI_COMM_NULL;
 };
 
 /// Those that the world has room for, of which none rounds an average.
-inline std::vector<int> numbers_of_ranks() {
+inline std::vector<int> available_world_sizes() {
   std::vector<int> all;
   for (const int size : {1, 2, 4}) {
     if (size <= world_size()) all.push_back(size);

@@ -1,15 +1,15 @@
 /// \file
 /// A model that several processes train together, each on its part of the batch. They begin with
 /// the same weights, and gradients are averaged while the backward pass makes them.
-/// (grad_all_reduce.h does not include libtorch's modules, which take twelve seconds to compile.)
+/// (grad_reducer.h does not include libtorch's modules, which take twelve seconds to compile.)
 #pragma once
 
 #include <mezzo/base/model_refs.h>
 #include <mezzo/base/tensors_by_name.h>
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/broadcast_parameters.h>
-#include <mezzo/distributed/detail/ranks.h>
-#include <mezzo/distributed/grad_all_reduce.h>
+#include <mezzo/distributed/detail/collectives.h>
+#include <mezzo/distributed/grad_reducer.h>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/GradMode.h>
@@ -26,53 +26,53 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
-/// Options of DataParallel. All ranks have the same; the constructor compares them.
-struct DataParallelOptions {
-  /// The most bytes of a bucket of gradients, as in GradAllReduceOptions.
+/// Options of DistributedDataParallel. All ranks have the same; the constructor compares them.
+struct DistributedDataParallelOptions {
+  /// The most bytes of a bucket of gradients, as in GradReducerOptions.
   int64_t bucket_cap_bytes = kDefaultBucketCapBytes;
   /// Whether the ranks get rank 0's buffers (running statistics and other registered buffers)
   /// before each training forward, so that the models stay equal.
   bool broadcast_buffers = true;
-  /// bfloat16 or half: gradients are sent in this dtype, as in GradAllReduceOptions.
-  std::optional<at::ScalarType> compress_dtype = std::nullopt;
+  /// bfloat16 or half: gradients are sent in this dtype, as in GradReducerOptions.
+  std::optional<at::ScalarType> reduce_dtype = std::nullopt;
 };
 
 namespace detail {
 
-/// The part of DataParallel that does not depend on the model's type.
-class Replica {
+/// The part of DistributedDataParallel that does not depend on the model's type.
+class DdpState {
  public:
-  Replica(const torch::nn::Module& module, const GroupPtr& group,
-          const DataParallelOptions& options)
+  DdpState(const torch::nn::Module& module, const BackendPtr& backend,
+           const DistributedDataParallelOptions& options)
       : parameters_(once_.collect(module.named_parameters())),
         buffers_(once_.collect(module.named_buffers())),
-        group_(checked(group, "DataParallel")),
+        backend_(check_backend(backend, "DistributedDataParallel")),
         broadcasts_(options.broadcast_buffers),
-        all_reduce_(broadcast_and_select_trained(), group,
-                    {.bucket_cap_bytes = options.bucket_cap_bytes,
-                     .compress_dtype = options.compress_dtype}) {
+        all_reduce_(
+            broadcast_and_select_trained(), backend,
+            {.bucket_cap_bytes = options.bucket_cap_bytes, .reduce_dtype = options.reduce_dtype}) {
     for (const auto& named : parameters_) {
       if (!named.second.requires_grad()) frozen_.push_back(named);
     }
   }
 
-  GradAllReduce& all_reduce() noexcept { return all_reduce_; }
+  GradReducer& all_reduce() noexcept { return all_reduce_; }
 
   /// Version counters do not change, as they do not when modules write their running statistics: a
   /// second forward may come before the first one's backward.
   void broadcast_buffers() const {
     std::vector<at::Tensor> tensors;
     for (const auto& [name, buffer] : buffers_) tensors.push_back(buffer.variable_data());
-    broadcast(group_, tensors, 0);
+    broadcast(backend_, tensors, 0);
   }
 
   void begin_forward(bool is_training) const {
     if (!is_training || !c10::GradMode::is_enabled()) return;
     for (const auto& [name, parameter] : frozen_) {
-      TORCH_CHECK(!parameter.requires_grad(), "DataParallel on rank ", group_->getRank(),
-                  ": the parameter ", name,
+      TORCH_CHECK(!parameter.requires_grad(), "DistributedDataParallel on rank ",
+                  backend_->getRank(), ": the parameter ", name,
                   " was frozen when this was made, and now requires grad; make a new "
-                  "DataParallel, so that its gradients are reduced too");
+                  "DistributedDataParallel, so that its gradients are reduced too");
     }
     if (broadcasts_ && !all_reduce_.is_no_sync()) broadcast_buffers();
   }
@@ -82,9 +82,9 @@ class Replica {
   std::vector<at::Tensor> broadcast_and_select_trained() const {
     TensorsByName all = parameters_;  // a buffer is no parameter, though it may require grad
     for (const auto& [name, buffer] : buffers_) all.emplace_back(name, buffer.detach());
-    auto trained = broadcast_alike(
-        all, group_, broadcasts_ ? "broadcast_buffers: on\n" : "broadcast_buffers: off\n");
-    TORCH_CHECK(!trained.empty(), "DataParallel on rank ", group_->getRank(),
+    auto trained = verify_and_broadcast(
+        all, backend_, broadcasts_ ? "broadcast_buffers: on\n" : "broadcast_buffers: off\n");
+    TORCH_CHECK(!trained.empty(), "DistributedDataParallel on rank ", backend_->getRank(),
                 ": no parameter of the model requires grad, so there is nothing to train together; "
                 "call the model itself");
     return trained;
@@ -92,20 +92,20 @@ class Replica {
 
   UniqueTensorCollector once_;  // has a tensor of several names under the first one
   TensorsByName parameters_, buffers_, frozen_;
-  GroupPtr group_;
+  BackendPtr backend_;
   bool broadcasts_;
-  GradAllReduce all_reduce_;
+  GradReducer all_reduce_;
 };
 
 }  // namespace detail
 
-/// Trains one model on all ranks of a c10d group, as torch's DistributedDataParallel does. The
-/// group is a backend: a MpiBackend, gloo_backend's, a ProcessGroupNCCL with the program's own
-/// options and time-outs, or `process_group->getBackend(torch::kCUDA)`. A group of some of the
-/// ranks trains a model on those ranks alone.
+/// Trains one model on all ranks of a c10d backend, as torch's DistributedDataParallel does. The
+/// backend is a backend: a MpiBackend, make_gloo_backend's, a ProcessGroupNCCL with the program's
+/// own options and time-outs, or `process_group->getBackend(torch::kCUDA)`. A backend of some of
+/// the ranks trains a model on those ranks alone.
 ///
 /// \code
-///   mezzo::DataParallel ddp(model, world);               // all ranks have rank 0's weights
+///   mezzo::DistributedDataParallel ddp(model, world);               // all ranks have rank 0's weights
 ///   mezzo::optim::AdamW optimizer(model->parameters(), 2e-5);
 ///   mezzo::GradScaler scaler;
 ///   for (auto& batch : *part_of_this_rank) {
@@ -122,21 +122,21 @@ class Replica {
 ///
 /// When `backward()` returns, each gradient is the average over the ranks and still carries the
 /// loss scale. All ranks have the same bits, so that they skip the same steps. Parameters that
-/// require grad when the DataParallel is made are trained. GradAllReduce documents parameters that
-/// only some ranks use, and errors. Use a DataParallel from one thread at a time; `backward()` may
-/// run in any thread.
+/// require grad when the DistributedDataParallel is made are trained. GradReducer documents
+/// parameters that only some ranks use, and errors. Use a DistributedDataParallel from one thread
+/// at a time; `backward()` may run in any thread.
 template <detail::ModelHandle M>
-class DataParallel {
+class DistributedDataParallel {
  public:
   /// All ranks call it together, with models of the same names, shapes, dtypes and frozen
   /// parameters. Waits until the ranks have rank 0's values.
   /// \throws c10::Error, on every rank, naming the first rank whose model or options differ and
   ///   where; for an empty holder, and for a model without a parameter to train
-  explicit DataParallel(M model, c10::intrusive_ptr<c10d::Backend> group,
-                        const DataParallelOptions& options = {})
-      : model_(std::move(model)), replica_(module_of_model(), group, options) {}
-  DataParallel(const DataParallel&) = delete;
-  DataParallel& operator=(const DataParallel&) = delete;
+  explicit DistributedDataParallel(M model, c10::intrusive_ptr<c10d::Backend> backend,
+                                   const DistributedDataParallelOptions& options = {})
+      : model_(std::move(model)), state_(module_of_model(), backend, options) {}
+  DistributedDataParallel(const DistributedDataParallel&) = delete;
+  DistributedDataParallel& operator=(const DistributedDataParallel&) = delete;
 
   /// Calls the model's forward with its arguments, default ones included, and returns its result.
   /// In training (the module's `is_training()`, gradients enabled, no `no_sync()`) all ranks call
@@ -144,7 +144,7 @@ class DataParallel {
   /// \throws c10::Error if a parameter that was frozen at the start requires grad now
   template <class... Args>
   decltype(auto) operator()(Args&&... args) {
-    replica_.begin_forward(module_of_model().is_training());
+    state_.begin_forward(module_of_model().is_training());
     // AutocastModule's call operator knows the default arguments.
     if constexpr (requires { model_->forward(std::forward<Args>(args)...); }) {
       return model_->forward(std::forward<Args>(args)...);
@@ -159,7 +159,7 @@ class DataParallel {
   auto operator->() const { return detail::module_pointer(model_); }
 
   /// Returns the buckets of the trained parameters' gradients.
-  GradBuckets& buckets() noexcept { return replica_.all_reduce().buckets(); }
+  GradBuckets& buckets() noexcept { return state_.all_reduce().buckets(); }
 
   /// Returns a guard under which backward passes only accumulate on this rank, and buffers are not
   /// broadcast: for all micro-batches of a step but the last.
@@ -169,23 +169,24 @@ class DataParallel {
   ///       criterion(ddp(first.data), first.target).backward();
   ///     }
   ///     criterion(ddp(last.data), last.target).backward();
-  [[nodiscard]] NoSync no_sync() { return replica_.all_reduce().no_sync(); }
+  [[nodiscard]] NoSyncGuard no_sync() { return state_.all_reduce().no_sync(); }
 
   /// Gives all ranks rank 0's buffers, as every training forward does. All ranks call it. Call it
   /// before an evaluation, for the last training forward has changed the buffers of each rank. The
   /// buffers' version counters do not change, as they do not when modules write their statistics.
-  void broadcast_buffers() { replica_.broadcast_buffers(); }
+  void broadcast_buffers() { state_.broadcast_buffers(); }
 
  private:
   const torch::nn::Module& module_of_model() const {
     const auto pointer = detail::module_pointer(model_);
     TORCH_CHECK(pointer != nullptr,
-                "DataParallel: `model` is empty; construct the module before its holder is passed");
+                "DistributedDataParallel: `model` is empty; construct the module before its holder "
+                "is passed");
     return *pointer;
   }
 
   M model_;
-  detail::Replica replica_;
+  detail::DdpState state_;
 };
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

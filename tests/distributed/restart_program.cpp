@@ -1,10 +1,10 @@
-// One rank of a run over Gloo that is killed again and again: killed_program ddp|zero FOLDER STEPS.
-// Started by torchrun_kills_test.cpp under torchrun, or by hosts_test.py, it goes on from the last
-// checkpoint in FOLDER, and says what it does, a line each, on stdout.
+// One rank of a run over Gloo that is killed again and again: restart_program ddp|zero FOLDER
+// STEPS. Started by torchrun_restart_test.cpp under torchrun, or by multi_node_test.py, it goes on
+// from the last checkpoint in FOLDER, and says what it does, a line each, on stdout.
 #include <torch/torch.h>
 //
 #include <mezzo/distributed/checkpoint_manager.h>
-#include <mezzo/distributed/data_parallel.h>
+#include <mezzo/distributed/distributed_data_parallel.h>
 #include <mezzo/distributed/gloo_backend.h>
 #include <mezzo/distributed/rendezvous.h>
 #include <mezzo/distributed/sharded_optimizer.h>
@@ -25,7 +25,7 @@
 namespace {
 
 using namespace std::chrono_literals;
-using Ranks = c10::intrusive_ptr<c10d::Backend>;
+using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 using mezzo::optim::AdamW;
 using mezzo::optim::AdamWOptions;
 
@@ -50,7 +50,7 @@ std::string digest_of(const std::vector<at::Tensor>& tensors) {
 
 /// `forward` and `optimizer` stand for either way to train together.
 template <class Forward>
-void train(Ranks world, const std::filesystem::path& directory, int64_t steps,
+void train(BackendPtr world, const std::filesystem::path& directory, int64_t steps,
            torch::nn::Sequential model, torch::optim::Optimizer& optimizer,
            const Forward& forward) {
   mezzo::GradScaler scaler({.init_scale = 64, .growth_interval = 10});
@@ -84,9 +84,9 @@ void train(Ranks world, const std::filesystem::path& directory, int64_t steps,
 }
 
 int run(const std::string& way, const std::filesystem::path& directory, int64_t steps) {
-  const auto environment = mezzo::ProcessGroupEnvironment::read();
-  const Ranks world = mezzo::gloo_backend(mezzo::rendezvous(environment, 60s), environment.rank,
-                                          environment.world_size, 30s);
+  const auto environment = mezzo::DistributedEnvironment::from_env();
+  const BackendPtr world = mezzo::make_gloo_backend(mezzo::rendezvous_store(environment, 60s),
+                                                    environment.rank, environment.world_size, 30s);
   const torch::nn::Sequential model = make_model();
   if (way == "zero") {
     mezzo::ShardedOptimizer<AdamW> optimizer(model->parameters(), world, AdamWOptions(1e-3));
@@ -94,7 +94,7 @@ int run(const std::string& way, const std::filesystem::path& directory, int64_t 
       return at::Tensor(torch::nn::Sequential(model)->forward(x));
     });
   } else {
-    mezzo::DataParallel ddp(model, world);
+    mezzo::DistributedDataParallel ddp(model, world);
     AdamW optimizer(model->parameters(), AdamWOptions(1e-3));
     train(world, directory, steps, model, optimizer, [&](const at::Tensor& x) { return ddp(x); });
   }
@@ -105,7 +105,7 @@ int run(const std::string& way, const std::filesystem::path& directory, int64_t 
 
 int main(int argc, char** argv) {
   if (argc != 4) {
-    std::cerr << "usage: killed_program ddp|zero FOLDER STEPS\n";
+    std::cerr << "usage: restart_program ddp|zero FOLDER STEPS\n";
     return 2;
   }
   at::set_num_threads(1);

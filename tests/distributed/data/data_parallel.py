@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Trains under Python's DistributedDataParallel over Gloo with 1, 2 and 4 processes, and writes the weights that each
-number of them ends with, for mpi_data_parallel_test.cpp.
+number of them ends with, for mpi_distributed_data_parallel_test.cpp.
 
     data_parallel.py data_parallel.pt
 """

@@ -2,7 +2,7 @@
 /// The groups that tests of several processes run on, and their collectives in a word each.
 #pragma once
 
-#include <mezzo/distributed/detail/ranks.h>
+#include <mezzo/distributed/detail/collectives.h>
 #include <mezzo/distributed/mpi_backend.h>
 #if defined(USE_C10D_GLOO)
 #include <mezzo/distributed/gloo_backend.h>
@@ -25,7 +25,7 @@
 
 namespace distributed_test {
 
-using Ranks = c10::intrusive_ptr<c10d::Backend>;
+using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 using c10d::ReduceOp;
 
 /// Which transport the tests use: MEZZO_TEST_TRANSPORT is "mpi" (also where it is not set) or
@@ -37,7 +37,7 @@ inline bool is_over_gloo() {
 
 #if defined(USE_C10D_GLOO)
 /// A store that rank 0 serves on a port that is free, of which it tells the others.
-inline c10::intrusive_ptr<c10d::Store> store_of_the_world() {
+inline c10::intrusive_ptr<c10d::Store> get_world_store() {
   int rank = 0;
   MPI_Comm_rank(MPI_COMM_WORLD, &rank);
   c10d::TCPStoreOptions options;
@@ -55,12 +55,12 @@ inline c10::intrusive_ptr<c10d::Store> store_of_the_world() {
 #endif
 
 /// A new group of the ranks of `communicator`, which all of them make together.
-inline Ranks ranks_of(MPI_Comm communicator) {
+inline BackendPtr make_backend(MPI_Comm communicator) {
   if (!is_over_gloo()) return c10::make_intrusive<mezzo::MpiBackend>(communicator);
 #if defined(USE_C10D_GLOO)
   // One store for all groups: each connection looks up names, which takes a DNS time-out (5 s) now
   // and then.
-  static const auto store = store_of_the_world();
+  static const auto store = get_world_store();
   static int groups_made = 0;
   int rank = 0, size = 0, in_world = 0;
   MPI_Comm_rank(communicator, &rank);
@@ -70,7 +70,7 @@ inline Ranks ranks_of(MPI_Comm communicator) {
   MPI_Bcast(name.data(), 2, MPI_INT, 0, communicator);
   const auto own = c10::make_intrusive<c10d::PrefixStore>(
       std::to_string(name[0]) + "/" + std::to_string(name[1]), store);
-  const auto group = mezzo::gloo_backend(own, rank, size, std::chrono::minutes(2));
+  const auto group = mezzo::make_gloo_backend(own, rank, size, std::chrono::minutes(2));
   group->barrier()->wait();  // a rank that skips its test would leave while others still connect
   return group;
 #else
@@ -78,22 +78,22 @@ inline Ranks ranks_of(MPI_Comm communicator) {
 #endif
 }
 
-inline Ranks everyone() { return ranks_of(MPI_COMM_WORLD); }
+inline BackendPtr make_world_backend() { return make_backend(MPI_COMM_WORLD); }
 
 // Collectives that wait; an all-reduce takes tensors in any memory format.
 
-inline void all_reduce(const Ranks& ranks, const at::Tensor& tensor, ReduceOp::RedOpType op) {
+inline void all_reduce(const BackendPtr& ranks, const at::Tensor& tensor, ReduceOp::RedOpType op) {
   const c10::NoGradGuard no_grad;
   const at::Tensor flat = tensor.contiguous();
   mezzo::detail::all_reduce(ranks, flat, op)->wait();
   if (!flat.is_same(tensor)) at::Tensor(tensor).copy_(flat);
 }
-inline void broadcast(const Ranks& ranks, const at::Tensor& tensor, int root) {
+inline void broadcast(const BackendPtr& ranks, const at::Tensor& tensor, int root) {
   mezzo::detail::broadcast(ranks, {tensor}, root);
 }
-inline void all_gather(const Ranks& ranks, const at::Tensor& output, const at::Tensor& input) {
+inline void all_gather(const BackendPtr& ranks, const at::Tensor& output, const at::Tensor& input) {
   mezzo::detail::all_gather(ranks, output, input);
 }
-inline void barrier(const Ranks& ranks) { ranks->barrier()->wait(); }
+inline void barrier(const BackendPtr& ranks) { ranks->barrier()->wait(); }
 
 }  // namespace distributed_test

@@ -11,17 +11,17 @@
 
 namespace distributed_test {
 
-struct DoneWork : c10d::Work {
+struct CompletedWork : c10d::Work {
   bool isCompleted() override { return true; }
   bool wait(std::chrono::milliseconds /*timeout*/ = kNoTimeout) override { return true; }
 };
 
 /// Maxima and averages of values that are all alike are those values.
-class AlikeBackend : public c10d::Backend {
+class FakeBackend : public c10d::Backend {
  public:
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
-  explicit AlikeBackend(int size) : Backend(0, size) {}
+  explicit FakeBackend(int size) : Backend(0, size) {}
   /// As MPI's: it averages by itself.
   const std::string getBackendName() const override { return "mpi"; }
 
@@ -43,11 +43,11 @@ class AlikeBackend : public c10d::Backend {
   WorkPtr barrier(const c10d::BarrierOptions& /*options*/) override { return done(); }
 
  protected:
-  static WorkPtr done() { return c10::make_intrusive<DoneWork>(); }
+  static WorkPtr done() { return c10::make_intrusive<CompletedWork>(); }
 };
 
-inline c10::intrusive_ptr<c10d::Backend> alike_ranks(int size) {
-  return c10::make_intrusive<AlikeBackend>(size);
+inline c10::intrusive_ptr<c10d::Backend> make_fake_backend(int size) {
+  return c10::make_intrusive<FakeBackend>(size);
 }
 
 }  // namespace distributed_test

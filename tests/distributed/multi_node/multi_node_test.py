@@ -1,18 +1,18 @@
-"""Four ranks on two hosts over Gloo: hosts_test.py KILLED_PROGRAM. Ends with 77 where there can be no such hosts."""
+"""Four ranks on two nodes over Gloo: multi_node_test.py RESTART_PROGRAM. Ends with 77 where there can be no such nodes."""
 import sys
 import tempfile
 import time
 import unittest
 
-from hosts import Hosts, why_not
+from nodes import Nodes, unavailable_reason
 
 PROGRAM = ""
-TIMEOUT = 30   # seconds of a collective, as in killed_program.cpp
+TIMEOUT = 30   # seconds of a collective, as in restart_program.cpp
 ENOUGH = 120    # for whatever is expected to happen
 
 
-def job(hosts, way, directory, steps, ranks_a_host=2):
-    return hosts.start([PROGRAM, way, directory, str(steps)], ranks_a_host)
+def job(nodes, way, directory, steps, ranks_a_host=2):
+    return nodes.start([PROGRAM, way, directory, str(steps)], ranks_a_host)
 
 
 def digests(ranks):
@@ -25,7 +25,7 @@ def digests(ranks):
 
 def undisturbed(way, steps):
     """All ranks on one host."""
-    with Hosts(1) as host, tempfile.TemporaryDirectory() as directory:
+    with Nodes(1) as host, tempfile.TemporaryDirectory() as directory:
         return digests(job(host, way, directory, steps, ranks_a_host=4))
 
 
@@ -34,23 +34,23 @@ class TwoHosts(unittest.TestCase):
         for way in ("ddp", "zero"):
             expected = undisturbed(way, steps=8)
             self.assertEqual(len({lines[0] for lines in expected}), 1)
-            with self.subTest(way), Hosts(2) as hosts, tempfile.TemporaryDirectory() as directory:
-                self.assertEqual(digests(job(hosts, way, directory, steps=8)), expected)
+            with self.subTest(way), Nodes(2) as nodes, tempfile.TemporaryDirectory() as directory:
+                self.assertEqual(digests(job(nodes, way, directory, steps=8)), expected)
 
     def test_behind_a_slow_cable_are_waited_for(self):
         expected = undisturbed("ddp", steps=8)
-        with Hosts(2, megabits=50) as hosts, tempfile.TemporaryDirectory() as directory:
-            ranks = job(hosts, "ddp", directory, steps=8)
+        with Nodes(2, megabits=50) as nodes, tempfile.TemporaryDirectory() as directory:
+            ranks = job(nodes, "ddp", directory, steps=8)
             self.assertEqual(digests(ranks), expected)
             self.assertNotIn("mezzo:", "".join(rank.text() for rank in ranks))
 
     def test_that_are_cut_off_end_all_ranks_and_one_host_goes_on(self):
         for way in ("ddp", "zero"):
             with self.subTest(way), tempfile.TemporaryDirectory() as directory:
-                with Hosts(2) as hosts:
-                    ranks = job(hosts, way, directory, steps=1_000_000)
+                with Nodes(2) as nodes:
+                    ranks = job(nodes, way, directory, steps=1_000_000)
                     ranks[0].wait_for("saved 6", ENOUGH)
-                    hosts.unplug(1)
+                    nodes.unplug(1)
                     begin = time.monotonic()
                     statuses = [rank.end(ENOUGH) for rank in ranks]
                     print(f"{way}: all had ended {time.monotonic() - begin:.1f} s after the cable was out, with a time-out of "
@@ -58,7 +58,7 @@ class TwoHosts(unittest.TestCase):
                     did = max(int(line.split()[1]) for line in ranks[0].lines if line.startswith("did "))
                 self.assertNotIn(0, statuses, "\n".join(rank.text() for rank in ranks))
                 expected = undisturbed(way, steps=did + 3)
-                with Hosts(1) as host:
+                with Nodes(1) as host:
                     ranks = job(host, way, directory, steps=did + 3, ranks_a_host=4)
                     self.assertEqual(digests(ranks), expected)
                     self.assertGreaterEqual(int(ranks[0].wait_for("from ", ENOUGH).split()[1]), 6)
@@ -66,7 +66,7 @@ class TwoHosts(unittest.TestCase):
 
 if __name__ == "__main__":
     PROGRAM = sys.argv.pop(1)
-    reason = why_not()
+    reason = unavailable_reason()
     if reason:
         print(reason)
         sys.exit(77)

@@ -1,6 +1,6 @@
 #include <torch/torch.h>
 //
-#include <mezzo/distributed/data_parallel.h>
+#include <mezzo/distributed/distributed_data_parallel.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/lamb.h>
 #include <mezzo/optim/lion.h>
@@ -19,17 +19,17 @@
 
 #include "../support/message_of.h"
 #include "rank_equality.h"
-#include "ranks.h"
-#include "ranks_beside_one.h"
+#include "single_process_reference.h"
+#include "test_backends.h"
 
 namespace {
 
-using distributed_test::everyone;
+using distributed_test::BackendPtr;
 using distributed_test::expect_same_bits_on_all_ranks;
-using distributed_test::Ranks;
-using mezzo::DataParallel;
-using ranks_beside_one::made_of;
-using ranks_beside_one::MakeOptimizer;
+using distributed_test::make_world_backend;
+using mezzo::DistributedDataParallel;
+using single_process_reference::make_optimizer_factory;
+using single_process_reference::MakeOptimizer;
 using test_support::message_of;
 using testing::HasSubstr;
 
@@ -56,25 +56,26 @@ at::Tensor whole_batch(int64_t step) {
   torch::manual_seed(100 + static_cast<uint64_t>(step));
   return torch::randn({12, 6});  // parts for 1, 2, 3 and 4 ranks
 }
-at::Tensor own_part(const Ranks& world, int64_t step) {
+at::Tensor own_part(const BackendPtr& world, int64_t step) {
   return whole_batch(step).chunk(world->getSize())[static_cast<std::size_t>(world->getRank())];
 }
 
 /// Two micro-batches a step, the first of which stays here.
-void expect_that_of_one_process(const MakeOptimizer& optimizer, const Ranks& group) {
-  const ranks_beside_one::Course course{.optimizer = optimizer, .micro_batches = 2};
-  ranks_beside_one::expect_close(ranks_beside_one::train_together(course, group),
-                                 ranks_beside_one::train_alone(course, group->getSize()), 2e-5);
+void expect_that_of_one_process(const MakeOptimizer& optimizer, const BackendPtr& group) {
+  const single_process_reference::Course course{.optimizer = optimizer, .micro_batches = 2};
+  single_process_reference::expect_close(
+      single_process_reference::train_together(course, group),
+      single_process_reference::train_alone(course, group->getSize()), 2e-5);
 }
 
-TEST(MpiDataParallel, RanksWithPartsOfABatchFollowOneWithAllOfItWithEveryOptimizer) {
-  const Ranks world = everyone();
+TEST(MpiDistributedDataParallel, RanksWithPartsOfABatchFollowOneWithAllOfItWithEveryOptimizer) {
+  const BackendPtr world = make_world_backend();
   const std::vector<MakeOptimizer> optimizers = {
-      made_of<mezzo::optim::AdamW>(mezzo::optim::AdamWOptions(1e-2).eps(1e-3)),
-      made_of<mezzo::optim::Adam>(mezzo::optim::AdamOptions(1e-2).eps(1e-3)),
-      made_of<mezzo::optim::SGD>(mezzo::optim::SGDOptions(1e-1).momentum(0.9)),
-      made_of<mezzo::optim::Lion>(mezzo::optim::LionOptions(1e-3)),
-      made_of<mezzo::optim::LAMB>(mezzo::optim::LAMBOptions(1e-2).eps(1e-3)),
+      make_optimizer_factory<mezzo::optim::AdamW>(mezzo::optim::AdamWOptions(1e-2).eps(1e-3)),
+      make_optimizer_factory<mezzo::optim::Adam>(mezzo::optim::AdamOptions(1e-2).eps(1e-3)),
+      make_optimizer_factory<mezzo::optim::SGD>(mezzo::optim::SGDOptions(1e-1).momentum(0.9)),
+      make_optimizer_factory<mezzo::optim::Lion>(mezzo::optim::LionOptions(1e-3)),
+      make_optimizer_factory<mezzo::optim::LAMB>(mezzo::optim::LAMBOptions(1e-2).eps(1e-3)),
   };
   for (const MakeOptimizer& optimizer : optimizers) expect_that_of_one_process(optimizer, world);
 }
@@ -84,8 +85,8 @@ at::Tensor waves(int64_t count, double factor) {
 }
 
 // recorded/data_parallel.py has trained the same under Python's class, on 1, 2 and 4 processes.
-TEST(MpiDataParallel, EndsWithTheWeightsOfPythonsDistributedDataParallel) {
-  const Ranks world = everyone();
+TEST(MpiDistributedDataParallel, EndsWithTheWeightsOfPythonsDistributedDataParallel) {
+  const BackendPtr world = make_world_backend();
   std::ifstream file(MEZZO_DISTRIBUTED_TEST_DATA "/data_parallel.pt", std::ios::binary);
   const std::vector<char> bytes(std::istreambuf_iterator<char>(file), {});
   const auto recorded = torch::pickle_load(bytes).toGenericDict();
@@ -98,7 +99,7 @@ TEST(MpiDataParallel, EndsWithTheWeightsOfPythonsDistributedDataParallel) {
     const at::NoGradGuard no_grad;
     parameter.copy_((waves(parameter.numel(), 0.7 * ++number) * 0.4).view_as(parameter));
   }
-  DataParallel ddp(model, world);
+  DistributedDataParallel ddp(model, world);
   torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
   for (int step = 1; step <= 20; ++step) {
     const at::Tensor x = waves(24 * 6, 0.1 * step).view({24, 6});
@@ -116,28 +117,29 @@ TEST(MpiDataParallel, EndsWithTheWeightsOfPythonsDistributedDataParallel) {
 }
 
 // Each half of the ranks trains a model of its own on the same batches: as many ranks fewer would.
-TEST(MpiDataParallel, HalvesOfTheRanksTrainModelsOfTheirOwn) {
-  const Ranks world = everyone();
+TEST(MpiDistributedDataParallel, HalvesOfTheRanksTrainModelsOfTheirOwn) {
+  const BackendPtr world = make_world_backend();
   if (world->getSize() < 4) GTEST_SKIP() << "for two halves of two ranks";
   const int half = world->getRank() * 2 / world->getSize();
   MPI_Comm communicator = MPI_COMM_NULL;
   MPI_Comm_split(MPI_COMM_WORLD, half, world->getRank(), &communicator);
   {
-    const Ranks group = distributed_test::ranks_of(communicator);
+    const BackendPtr group = distributed_test::make_backend(communicator);
     ASSERT_EQ(group->getSize(), world->getSize() / 2);
     const double rate = half == 0 ? 1e-2 : 3e-2;
     expect_that_of_one_process(
-        made_of<mezzo::optim::AdamW>(mezzo::optim::AdamWOptions(rate).eps(1e-3)), group);
+        make_optimizer_factory<mezzo::optim::AdamW>(mezzo::optim::AdamWOptions(rate).eps(1e-3)),
+        group);
   }
   MPI_Comm_free(&communicator);
 }
 
-TEST(MpiDataParallel, StartsWithRank0sWeightsAndBuffers) {
-  const Ranks world = everyone();
+TEST(MpiDistributedDataParallel, StartsWithRank0sWeightsAndBuffers) {
+  const BackendPtr world = make_world_backend();
   Replicated model(world->getRank()), wanted(0);
   model->norm->running_mean.fill_(world->getRank());
   model->norm->num_batches_tracked.fill_(world->getRank());
-  const DataParallel ddp(model, world);
+  const DistributedDataParallel ddp(model, world);
   for (const auto& item : model->named_parameters()) {
     EXPECT_TRUE(at::equal(item.value(), wanted->named_parameters()[item.key()])) << item.key();
   }
@@ -145,14 +147,14 @@ TEST(MpiDataParallel, StartsWithRank0sWeightsAndBuffers) {
   EXPECT_EQ(model->norm->num_batches_tracked.item<int>(), 0);
 }
 
-TEST(MpiDataParallel, NamesTheRankAndTheTensorThatDiffer) {
-  const Ranks world = everyone();
+TEST(MpiDistributedDataParallel, NamesTheRankAndTheTensorThatDiffer) {
+  const BackendPtr world = make_world_backend();
   if (world->getSize() == 1) GTEST_SKIP() << "one rank is like itself";
   const int last = world->getSize() - 1;
   const auto error_with = [&](const std::function<void(Replicated&)>& change) {
     Replicated model;
     if (world->getRank() == last) change(model);
-    return message_of([&] { DataParallel(model, world); });
+    return message_of([&] { DistributedDataParallel(model, world); });
   };
   const std::string of_last = "rank " + std::to_string(last) + " has ";
   EXPECT_THAT(
@@ -165,14 +167,14 @@ TEST(MpiDataParallel, NamesTheRankAndTheTensorThatDiffer) {
               testing::AllOf(HasSubstr("in.bias"), HasSubstr("not trained")));
   // The group is as good as before.
   Replicated model;
-  DataParallel ddp(model, world);
+  DistributedDataParallel ddp(model, world);
   ddp(own_part(world, 0)).sum().backward();
 }
 
-TEST(MpiDataParallel, BuffersAreTheRootsAsOneProcessWithItsBatchesHasThem) {
-  const Ranks world = everyone();
+TEST(MpiDistributedDataParallel, BuffersAreTheRootsAsOneProcessWithItsBatchesHasThem) {
+  const BackendPtr world = make_world_backend();
   Replicated model, roots_alone;
-  DataParallel ddp(model, world);
+  DistributedDataParallel ddp(model, world);
   mezzo::optim::SGD optimizer(model->parameters(), mezzo::optim::SGDOptions(0.1));
   for (int64_t step = 0; step < 4; ++step) {
     ddp->zero_grad();
@@ -202,10 +204,10 @@ TEST(MpiDataParallel, BuffersAreTheRootsAsOneProcessWithItsBatchesHasThem) {
 }
 
 // In PyTorch the second forward's broadcast breaks the first one's backward on all ranks but one.
-TEST(MpiDataParallel, TwoForwardsMayComeBeforeOneBackward) {
-  const Ranks world = everyone();
+TEST(MpiDistributedDataParallel, TwoForwardsMayComeBeforeOneBackward) {
+  const BackendPtr world = make_world_backend();
   Replicated model;
-  DataParallel ddp(model, world);
+  DistributedDataParallel ddp(model, world);
   const at::Tensor first = ddp(own_part(world, 0));
   const at::Tensor second = ddp(own_part(world, 1));
   (first.square().sum() + second.square().sum()).backward();

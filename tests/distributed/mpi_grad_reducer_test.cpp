@@ -1,6 +1,6 @@
 #include <torch/torch.h>
 //
-#include <mezzo/distributed/grad_all_reduce.h>
+#include <mezzo/distributed/grad_reducer.h>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -13,28 +13,28 @@
 
 #include "../support/message_of.h"
 #include "rank_equality.h"
-#include "ranks.h"
-#include "ranks_beside_one.h"
+#include "single_process_reference.h"
+#include "test_backends.h"
 
-namespace grad_all_reduce_test {
+namespace grad_reducer_test {
 namespace {
 
-using distributed_test::everyone;
+using distributed_test::BackendPtr;
 using distributed_test::expect_same_weights_on_all_ranks;
-using distributed_test::Ranks;
-using mezzo::GradAllReduce;
-using ranks_beside_one::Batch;
-using ranks_beside_one::batches;
-using ranks_beside_one::kSmallBuckets;
-using ranks_beside_one::loss_of;
-using ranks_beside_one::Model;
+using distributed_test::make_world_backend;
+using mezzo::GradReducer;
+using single_process_reference::Batch;
+using single_process_reference::batches;
+using single_process_reference::kSmallBuckets;
+using single_process_reference::loss_of;
+using single_process_reference::Model;
 using test_support::message_of;
 
 /// A weight whose gradient is what it is multiplied by.
 struct OneWeight {
   explicit OneWeight(at::ScalarType dtype, std::optional<at::ScalarType> sent = std::nullopt)
       : weight(torch::zeros({3}, dtype).requires_grad_()),
-        all_reduce({weight}, everyone(), {.compress_dtype = sent}) {}
+        all_reduce({weight}, make_world_backend(), {.reduce_dtype = sent}) {}
   void backward(double gradient) {
     (weight * torch::full({3}, gradient, weight.scalar_type())).sum().backward();
   }
@@ -43,12 +43,12 @@ struct OneWeight {
         << weight.grad() << value;
   }
   at::Tensor weight;
-  GradAllReduce all_reduce;
+  GradReducer all_reduce;
 };
 
 // Numbers that 1 to 4 ranks divide without rounding.
-TEST(GradAllReduce, GradientsAreAveragesAfterBackward) {
-  const Ranks world = everyone();
+TEST(GradReducer, GradientsAreAveragesAfterBackward) {
+  const BackendPtr world = make_world_backend();
   const auto own = [&](double value) { return value * (world->getRank() + 1); };
   const double mean = (world->getSize() + 1) / 2.;
   for (const auto dtype : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf}) {
@@ -74,7 +74,7 @@ TEST(GradAllReduce, GradientsAreAveragesAfterBackward) {
 }
 
 // The loss scale is on the gradients while they are averaged.
-TEST(GradAllReduce, AverageGradientsOfHalfOverflowOnlyWhereTheAverageDoes) {
+TEST(GradReducer, AverageGradientsOfHalfOverflowOnlyWhereTheAverageDoes) {
   OneWeight half(at::kHalf), compressed(at::kFloat, at::kHalf);
   for (OneWeight* const one : {&half, &compressed}) {
     one->backward(60'000);
@@ -82,12 +82,12 @@ TEST(GradAllReduce, AverageGradientsOfHalfOverflowOnlyWhereTheAverageDoes) {
   }
 }
 
-TEST(GradAllReduce, SendsFloatsInTwoBytesWithinTheirRounding) {
-  const Ranks world = everyone();
+TEST(GradReducer, SendsFloatsInTwoBytesWithinTheirRounding) {
+  const BackendPtr world = make_world_backend();
   for (const auto dtype : {at::kBFloat16, at::kHalf}) {
     Model model, alone;
-    const GradAllReduce compressed(model->parameters(), world, {.compress_dtype = dtype});
-    const GradAllReduce plain(alone->parameters(), world);
+    const GradReducer compressed(model->parameters(), world, {.reduce_dtype = dtype});
+    const GradReducer plain(alone->parameters(), world);
     const Batch part = batches(2)[0].part(world->getRank(), world->getSize());
     for (const auto& net : {model, alone}) loss_of(net, part, world->getRank()).backward();
     for (const auto& item : model->named_parameters()) {
@@ -101,11 +101,11 @@ TEST(GradAllReduce, SendsFloatsInTwoBytesWithinTheirRounding) {
   }
 }
 
-TEST(GradAllReduce, LowPrecisionGradientsAreTheSameBitsOnAllRanks) {
-  const Ranks world = everyone();
+TEST(GradReducer, LowPrecisionGradientsAreTheSameBitsOnAllRanks) {
+  const BackendPtr world = make_world_backend();
   for (const auto dtype : {at::kBFloat16, at::kHalf}) {
     Model model(dtype);
-    const GradAllReduce all_reduce(model->parameters(), world, kSmallBuckets);
+    const GradReducer all_reduce(model->parameters(), world, kSmallBuckets);
     torch::optim::SGD optimizer(model->parameters(), 0.1);
     for (const Batch& batch : batches(6)) {
       optimizer.zero_grad();
@@ -116,10 +116,10 @@ TEST(GradAllReduce, LowPrecisionGradientsAreTheSameBitsOnAllRanks) {
   }
 }
 
-TEST(GradAllReduce, AfterABackwardPassThatThrewTheNextOneSaysSo) {
-  const Ranks world = everyone();
+TEST(GradReducer, AfterABackwardPassThatThrewTheNextOneSaysSo) {
+  const BackendPtr world = make_world_backend();
   Model model;
-  GradAllReduce all_reduce(model->parameters(), world, kSmallBuckets);
+  GradReducer all_reduce(model->parameters(), world, kSmallBuckets);
   const Batch batch = batches(2)[0];
   const at::Tensor hidden = torch::tanh(model->left->forward(torch::ones({2, 45})));
   hidden.register_hook([](const at::Tensor&) -> at::Tensor { TORCH_CHECK(false, "on purpose"); });
@@ -132,14 +132,14 @@ TEST(GradAllReduce, AfterABackwardPassThatThrewTheNextOneSaysSo) {
 }
 
 // Their buckets are of the same lengths all the same.
-TEST(GradAllReduce, RanksWithOtherBucketsAreToldBeforeAnyPass) {
-  const Ranks world = everyone();
+TEST(GradReducer, RanksWithOtherBucketsAreToldBeforeAnyPass) {
+  const BackendPtr world = make_world_backend();
   const at::Tensor one = torch::ones({3}).requires_grad_(),
                    other = torch::ones({3}, at::kBFloat16).requires_grad_();
   const bool is_first = world->getRank() == 0;
   const std::vector<at::Tensor> parameters =
       is_first ? std::vector{one, other} : std::vector{other, one};
-  const std::string error = message_of([&] { const GradAllReduce all_reduce(parameters, world); });
+  const std::string error = message_of([&] { const GradReducer all_reduce(parameters, world); });
   EXPECT_EQ(
       error.find("where rank 0 has \"parameter 0: Float [3] in bucket 1") != std::string::npos,
       world->getSize() > 1)
@@ -147,11 +147,11 @@ TEST(GradAllReduce, RanksWithOtherBucketsAreToldBeforeAnyPass) {
 }
 
 // In bfloat16 256 + 1 is 256.
-TEST(GradAllReduce, ReducesFloatGradientsOfABfloat16ParameterInFloat) {
-  const Ranks world = everyone();
+TEST(GradReducer, ReducesFloatGradientsOfABfloat16ParameterInFloat) {
+  const BackendPtr world = make_world_backend();
   const at::Tensor weight = torch::zeros({3}, at::kBFloat16).requires_grad_();
   weight.set_grad_dtype(at::kFloat);
-  GradAllReduce all_reduce({weight}, world);
+  GradReducer all_reduce({weight}, world);
   EXPECT_EQ(all_reduce.buckets().buckets()[0].dtype, at::kFloat);
   const int size = world->getSize();
   (weight.to(at::kFloat) * (world->getRank() == 0 ? 256 * size : size)).sum().backward();
@@ -160,4 +160,4 @@ TEST(GradAllReduce, ReducesFloatGradientsOfABfloat16ParameterInFloat) {
 }
 
 }  // namespace
-}  // namespace grad_all_reduce_test
+}  // namespace grad_reducer_test

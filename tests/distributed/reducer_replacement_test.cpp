@@ -1,6 +1,6 @@
 #include <torch/torch.h>
 //
-#include <mezzo/distributed/data_parallel.h>
+#include <mezzo/distributed/distributed_data_parallel.h>
 #include <mezzo/optim/sgd.h>
 #include <mezzo/scaling/grad_scaler.h>
 
@@ -13,29 +13,30 @@
 #include <vector>
 
 #include "../support/message_of.h"
-#include "alike_ranks.h"
-#include "recording_ranks.h"
+#include "fake_backend.h"
+#include "recording_backend.h"
 
 // What goes wrong, or is changed, between one backward pass and the next: it is told, or does no
 // harm.
 namespace {
 
-using distributed_test::alike_ranks;
-using distributed_test::recording_ranks;
-using mezzo::DataParallel;
-using mezzo::GradAllReduce;
+using distributed_test::make_fake_backend;
+using distributed_test::make_recording_backend;
+using mezzo::DistributedDataParallel;
+using mezzo::GradReducer;
 using mezzo::GradScaler;
 using test_support::message_of;
 
 at::Tensor leaf_number(double value) { return torch::full({3}, value).requires_grad_(); }
 
-TEST(HardUse, AReductionThatTakesTheOldOnesPlaceStays) {
+TEST(ReducerReplacement, AReductionThatTakesTheOldOnesPlaceStays) {
   const at::Tensor weight = leaf_number(1);
   const std::vector<at::Tensor> parameters{weight};
-  auto all_reduce = std::make_unique<GradAllReduce>(parameters, alike_ranks(2));
+  auto all_reduce = std::make_unique<GradReducer>(parameters, make_fake_backend(2));
   // The new one is there before the old one goes.
   std::vector<std::string> log;
-  all_reduce = std::make_unique<GradAllReduce>(parameters, recording_ranks(alike_ranks(2), log));
+  all_reduce =
+      std::make_unique<GradReducer>(parameters, make_recording_backend(make_fake_backend(2), log));
   log.clear();
   weight.sum().backward();
   EXPECT_THAT(log, testing::ElementsAre("average", "max"));
@@ -43,11 +44,11 @@ TEST(HardUse, AReductionThatTakesTheOldOnesPlaceStays) {
   EXPECT_EQ(torch::autograd::impl::post_acc_grad_hooks(weight), nullptr);
 }
 
-TEST(HardUse, AParameterThatTwoReduceIsNamed) {
+TEST(ReducerReplacement, AParameterThatTwoReduceIsNamed) {
   const at::Tensor shared = leaf_number(1), left = leaf_number(2), right = leaf_number(3);
-  const GradAllReduce first({left, shared}, alike_ranks(2));
+  const GradReducer first({left, shared}, make_fake_backend(2));
   (shared * left).sum().backward();
-  const GradAllReduce second({right, shared}, alike_ranks(2));
+  const GradReducer second({right, shared}, make_fake_backend(2));
   EXPECT_THAT(message_of([&] { (shared * left * right).sum().backward(); }),
               testing::AllOf(testing::HasSubstr("the gradient of parameter 1 ("),
                              testing::HasSubstr("on cpu) is reduced by another")));
@@ -70,15 +71,16 @@ struct HardNetImpl : torch::nn::Module {
 };
 TORCH_MODULE(HardNet);
 
-using HardDdp = DataParallel<HardNet>;
+using HardDdp = DistributedDataParallel<HardNet>;
 using HardTrain = std::function<void(HardNet&, std::unique_ptr<HardDdp>&, int ranks)>;
 
 void expect_same_as_alone(const HardTrain& train) {
   std::vector<at::Tensor> wanted;
   for (const int ranks : {1, 2, 4}) {
     HardNet net;
-    auto ddp = std::make_unique<HardDdp>(net, alike_ranks(ranks),
-                                         mezzo::DataParallelOptions{.bucket_cap_bytes = 128});
+    auto ddp =
+        std::make_unique<HardDdp>(net, make_fake_backend(ranks),
+                                  mezzo::DistributedDataParallelOptions{.bucket_cap_bytes = 128});
     train(net, ddp, ranks);
     std::vector<at::Tensor> got;
     for (const at::Tensor& parameter : net->parameters()) got.push_back(parameter.detach().clone());
@@ -91,15 +93,15 @@ void expect_same_as_alone(const HardTrain& train) {
 
 const mezzo::optim::SGDOptions kSgd = mezzo::optim::SGDOptions(1e-2).momentum(0.9);
 
-TEST(HardUse, ANewDataParallelMayTakeTheOldOnesPlaceUnderTheOptimizer) {
+TEST(ReducerReplacement, ANewDataParallelMayTakeTheOldOnesPlaceUnderTheOptimizer) {
   expect_same_as_alone([](HardNet& net, std::unique_ptr<HardDdp>& ddp, int ranks) {
     mezzo::optim::SGD optimizer(net->parameters(), kSgd);
     for (int64_t i = 0; i < 4; ++i) {
       if (i % 2 == 0) net->zero_grad();
       net->loss(i).backward();
       if (i == 1) {
-        ddp.reset(new HardDdp(net, alike_ranks(ranks),
-                              mezzo::DataParallelOptions{.bucket_cap_bytes = 128}));
+        ddp.reset(new HardDdp(net, make_fake_backend(ranks),
+                              mezzo::DistributedDataParallelOptions{.bucket_cap_bytes = 128}));
       }
       GradScaler scaler({.enabled = false});
       scaler.step(optimizer, {.max_norm = 0.5, .zero_grad = false});
@@ -107,7 +109,7 @@ TEST(HardUse, ANewDataParallelMayTakeTheOldOnesPlaceUnderTheOptimizer) {
   });
 }
 
-TEST(HardUse, TheOptimizerAndTheDataParallelMayGoInAnyOrder) {
+TEST(ReducerReplacement, TheOptimizerAndTheDataParallelMayGoInAnyOrder) {
   expect_same_as_alone([](HardNet& net, std::unique_ptr<HardDdp>& ddp, int) {
     auto optimizer = std::make_unique<mezzo::optim::SGD>(net->parameters(), kSgd);
     net->loss(0).backward();
@@ -121,7 +123,7 @@ TEST(HardUse, TheOptimizerAndTheDataParallelMayGoInAnyOrder) {
   });
 }
 
-TEST(HardUse, GradientsMayBeClearedInEveryWay) {
+TEST(ReducerReplacement, GradientsMayBeClearedInEveryWay) {
   expect_same_as_alone([](HardNet& net, std::unique_ptr<HardDdp>& ddp, int) {
     mezzo::optim::SGD optimizer(net->parameters(), kSgd);
     for (int64_t i = 0; i < 14; ++i) {
@@ -148,10 +150,10 @@ TEST(HardUse, GradientsMayBeClearedInEveryWay) {
   });
 }
 
-TEST(HardUse, AModelThatIsCastUnderItsBucketsIsNamed) {
+TEST(ReducerReplacement, AModelThatIsCastUnderItsBucketsIsNamed) {
   for (const at::ScalarType dtype : {at::kBFloat16, at::kDouble}) {
     torch::nn::Linear net(3, 3);
-    const GradAllReduce all_reduce(net->parameters(), alike_ranks(2));
+    const GradReducer all_reduce(net->parameters(), make_fake_backend(2));
     net->to(dtype);
     EXPECT_THAT(message_of([&] {
                   net(torch::ones({2, 3}, dtype)).sum().backward();
@@ -160,14 +162,14 @@ TEST(HardUse, AModelThatIsCastUnderItsBucketsIsNamed) {
   }
 }
 
-TEST(HardUse, WeightsMayBeLoadedInAnotherLayout) {
+TEST(ReducerReplacement, WeightsMayBeLoadedInAnotherLayout) {
   std::vector<at::Tensor> wanted;
   for (const int ranks : {1, 2, 4}) {
     torch::manual_seed(5);
     torch::nn::Conv2d conv(torch::nn::Conv2dOptions(3, 4, 3));
     conv->to(at::kFloat);
     conv->weight.set_data(conv->weight.detach().contiguous(at::MemoryFormat::ChannelsLast));
-    DataParallel ddp(conv, alike_ranks(ranks));
+    DistributedDataParallel ddp(conv, make_fake_backend(ranks));
     mezzo::optim::SGD optimizer(conv->parameters(), kSgd);
     for (int64_t i = 0; i < 4; ++i) {
       if (i == 2) conv->weight.set_data(conv->weight.detach().contiguous().clone());

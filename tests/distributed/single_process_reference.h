@@ -3,8 +3,8 @@
 /// process that has all of it, which is what they are compared with.
 #pragma once
 
-#include <mezzo/distributed/data_parallel.h>
-#include <mezzo/distributed/grad_all_reduce.h>
+#include <mezzo/distributed/distributed_data_parallel.h>
+#include <mezzo/distributed/grad_reducer.h>
 #include <mezzo/scaling/grad_scaler.h>
 
 #include <torch/nn.h>
@@ -21,14 +21,14 @@
 #include <vector>
 
 #include "rank_equality.h"
-#include "ranks.h"
+#include "test_backends.h"
 
-namespace ranks_beside_one {
+namespace single_process_reference {
 
-using distributed_test::Ranks;
+using distributed_test::BackendPtr;
 
 /// So that the model below takes several.
-inline constexpr mezzo::GradAllReduceOptions kSmallBuckets{.bucket_cap_bytes = 1024};
+inline constexpr mezzo::GradReducerOptions kSmallBuckets{.bucket_cap_bytes = 1024};
 
 /// Sizes that no number of ranks divides, a weight in another memory format, two branches, a
 /// parameter that only some ranks use, one that nobody does, a frozen one, one without elements.
@@ -99,13 +99,13 @@ using MakeOptimizer =
     std::function<std::unique_ptr<torch::optim::Optimizer>(const std::vector<at::Tensor>&)>;
 
 template <class Optimizer, class... Options>
-MakeOptimizer made_of(Options... options) {
+MakeOptimizer make_optimizer_factory(Options... options) {
   return [options...](const std::vector<at::Tensor>& parameters) {
     return std::make_unique<Optimizer>(parameters, options...);
   };
 }
 
-using StepWith = std::function<mezzo::StepResult(mezzo::GradScaler&, torch::optim::Optimizer&)>;
+using StepFn = std::function<mezzo::StepResult(mezzo::GradScaler&, torch::optim::Optimizer&)>;
 
 /// What ranks and one process do alike.
 struct Course {
@@ -113,7 +113,7 @@ struct Course {
   int64_t steps = 6;
   int64_t micro_batches = 1;
   mezzo::GradScalerOptions scaler{.init_scale = 1024, .growth_interval = 3};
-  StepWith step = [](auto& scaling, auto& stepped) {
+  StepFn step = [](auto& scaling, auto& stepped) {
     return scaling.step(stepped, {.max_norm = 0.5});
   };
   /// A factor of a rank's loss in a step; none: 1.
@@ -181,11 +181,11 @@ inline Outcome train_alone(const Course& of, int64_t ranks) {
   return outcome;
 }
 
-/// The ranks of `group` under a DataParallel; all end with the same bits.
-inline Outcome train_together(const Course& of, const Ranks& group) {
+/// The ranks of `group` under a DistributedDataParallel; all end with the same bits.
+inline Outcome train_together(const Course& of, const BackendPtr& group) {
   Outcome outcome{Model()};
-  mezzo::DataParallel ddp(outcome.model, group,
-                          {.bucket_cap_bytes = kSmallBuckets.bucket_cap_bytes});
+  mezzo::DistributedDataParallel ddp(outcome.model, group,
+                                     {.bucket_cap_bytes = kSmallBuckets.bucket_cap_bytes});
   const auto optimizer = of.optimizer(outcome.model->parameters());
   train(outcome, of, *optimizer,
         loss_of_rank(outcome.model, of, group->getRank(), group->getSize()),
@@ -221,4 +221,4 @@ inline void expect_close(const Outcome& outcome, const Outcome& wanted, double t
   }
 }
 
-}  // namespace ranks_beside_one
+}  // namespace single_process_reference

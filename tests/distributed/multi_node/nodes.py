@@ -1,10 +1,10 @@
 """Machines of one job, as network namespaces of this one: each has an address of its own, and a cable to a switch.
 
-    with Hosts(2, megabits=100) as hosts:
-        ranks = hosts.start([program, "argument"], ranks_a_host=2)
-        hosts.unplug(1)
+    with Nodes(2, megabits=100) as nodes:
+        ranks = nodes.start([program, "argument"], ranks_a_host=2)
+        nodes.unplug(1)
 
-Processes share the file system and the cores. Needs root and iproute2; `why_not` says what is missing.
+Processes share the file system and the cores. Needs root and iproute2; `unavailable_reason` says what is missing.
 """
 import os
 import socket
@@ -20,8 +20,8 @@ def limit(megabits):
     return ["tbf", "rate", f"{megabits}mbit", "burst", "64kb", "latency", "200ms"]
 
 
-def why_not():
-    """Why this machine can have no such hosts; empty where it can."""
+def unavailable_reason():
+    """Why this machine can have no such nodes; empty where it can."""
     name = f"mezzo{os.getpid()}"
     try:
         run("ip", "netns", "add", name)
@@ -78,7 +78,7 @@ class Rank:
         return "\n".join(self.lines)
 
 
-class Hosts:
+class Nodes:
     """`megabits`: of each cable and direction, in 10^6 bits a second; None: as fast as it goes."""
 
     def __init__(self, count, megabits=None):
@@ -137,5 +137,5 @@ class Hosts:
         return ranks
 
     def unplug(self, host):
-        """Takes the cable out of the switch: other hosts' links stay up, and what they send is lost."""
+        """Takes the cable out of the switch: other nodes' links stay up, and what they send is lost."""
         run("ip", "-n", self._switch, "link", "set", f"port{host}", "down")

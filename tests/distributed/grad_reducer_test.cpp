@@ -1,9 +1,9 @@
-// What the hooks of a GradAllReduce do during backward passes, in one process that stands for
+// What the hooks of a GradReducer do during backward passes, in one process that stands for
 // several ranks which all do the same: averages are each rank's own gradients.
 #include <torch/torch.h>
 //
 #include <mezzo/autocast/activation_checkpoint.h>
-#include <mezzo/distributed/grad_all_reduce.h>
+#include <mezzo/distributed/grad_reducer.h>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -17,15 +17,15 @@
 #include <vector>
 
 #include "../support/message_of.h"
-#include "alike_ranks.h"
-#include "recording_ranks.h"
+#include "fake_backend.h"
+#include "recording_backend.h"
 
-namespace grad_all_reduce_test {
+namespace grad_reducer_test {
 namespace {
 
-using distributed_test::alike_ranks;
-using distributed_test::recording_ranks;
-using mezzo::GradAllReduce;
+using distributed_test::make_fake_backend;
+using distributed_test::make_recording_backend;
+using mezzo::GradReducer;
 using test_support::message_of;
 using testing::AllOf;
 using testing::ElementsAre;
@@ -51,7 +51,7 @@ void set_hook(const Tensor& parameter, int& calls, double factor = 1) {
                                                  std::make_unique<CountingHook>(calls, factor));
 }
 
-torch::autograd::PostAccumulateGradHook* hook_of(const Tensor& parameter) {
+torch::autograd::PostAccumulateGradHook* get_hook(const Tensor& parameter) {
   return torch::autograd::impl::post_acc_grad_hooks(parameter).get();
 }
 
@@ -62,16 +62,18 @@ void expect_gradient(const Tensor& parameter, double value) {
       << parameter.grad() << value;
 }
 
-struct PassesOfBackward : testing::Test {
+struct GradReducerBackward : testing::Test {
   std::vector<std::string> log;
-  c10::intrusive_ptr<c10d::Backend> ranks() { return recording_ranks(alike_ranks(2), log); }
+  c10::intrusive_ptr<c10d::Backend> ranks() {
+    return make_recording_backend(make_fake_backend(2), log);
+  }
 };
 
-TEST_F(PassesOfBackward, EndWithEveryGradientInItsPlace) {
+TEST_F(GradReducerBackward, EndWithEveryGradientInItsPlace) {
   torch::manual_seed(1);
   torch::nn::Sequential model(torch::nn::Linear(40, 300), torch::nn::ReLU(),
                               torch::nn::Linear(300, 3));
-  GradAllReduce all_reduce(model->parameters(), ranks());
+  GradReducer all_reduce(model->parameters(), ranks());
   for (int step = 0; step < 3; ++step) {
     if (step == 1) model->zero_grad();
     if (step == 2) all_reduce.buckets().zero_grad(/*set_to_none=*/false);
@@ -83,9 +85,9 @@ TEST_F(PassesOfBackward, EndWithEveryGradientInItsPlace) {
   }
 }
 
-TEST_F(PassesOfBackward, AddToWhatNoSyncHasLeft) {
+TEST_F(GradReducerBackward, AddToWhatNoSyncHasLeft) {
   const Tensor used = ones(), only_before = ones();
-  GradAllReduce all_reduce({used, only_before}, ranks());
+  GradReducer all_reduce({used, only_before}, ranks());
   log.clear();
   {
     const auto no_sync = all_reduce.no_sync();
@@ -98,41 +100,41 @@ TEST_F(PassesOfBackward, AddToWhatNoSyncHasLeft) {
   EXPECT_THAT(log, ElementsAre("average", "max"));
 }
 
-TEST_F(PassesOfBackward, ReduceBucketsInTheirOrderHoweverTheyFill) {
+TEST_F(GradReducerBackward, ReduceBucketsInTheirOrderHoweverTheyFill) {
   const Tensor a = ones(16), b = ones(16), unused = ones(16), frozen = torch::ones({16});
   std::vector<double> sent;
-  GradAllReduce all_reduce({frozen, unused, a, b},
-                           recording_ranks(alike_ranks(2),
-                                           [&](const std::string& name, const Tensor& flat) {
-                                             if (name == "average") {
-                                               sent.push_back(flat.sum().item<double>());
-                                             }
-                                           }),
-                           {.bucket_cap_bytes = 64});
+  GradReducer all_reduce({frozen, unused, a, b},
+                         make_recording_backend(make_fake_backend(2),
+                                                [&](const std::string& name, const Tensor& flat) {
+                                                  if (name == "average") {
+                                                    sent.push_back(flat.sum().item<double>());
+                                                  }
+                                                }),
+                         {.bucket_cap_bytes = 64});
   ((a * 2) + (b * 3)).sum().backward();
   EXPECT_THAT(sent, ElementsAre(48, 32, 0, 0)) << "the last parameter first";
   EXPECT_FALSE(unused.grad().defined());
 }
 
-TEST_F(PassesOfBackward, CallTheHookThatWasThereAndTakeWhatItLeaves) {
+TEST_F(GradReducerBackward, CallTheHookThatWasThereAndTakeWhatItLeaves) {
   int calls = 0;
   const Tensor parameter = ones();
   set_hook(parameter, calls, 5);
-  const auto* const hook = hook_of(parameter);
+  const auto* const hook = get_hook(parameter);
   {
-    const GradAllReduce all_reduce({parameter}, ranks());
+    const GradReducer all_reduce({parameter}, ranks());
     parameter.sum().backward();
     EXPECT_EQ(calls, 1);
     expect_gradient(parameter, 5);
   }
-  EXPECT_EQ(hook_of(parameter), hook);
+  EXPECT_EQ(get_hook(parameter), hook);
   log.clear();
   parameter.sum().backward();
   EXPECT_EQ(calls, 2);
   EXPECT_TRUE(log.empty());
 }
 
-TEST_F(PassesOfBackward, ReduceNothingUnderSomebodyElsesHookOnceItIsGone) {
+TEST_F(GradReducerBackward, ReduceNothingUnderSomebodyElsesHookOnceItIsGone) {
   int calls = 0;
   struct Wrapping : torch::autograd::PostAccumulateGradHook {
     std::unique_ptr<PostAccumulateGradHook> inner;
@@ -141,7 +143,7 @@ TEST_F(PassesOfBackward, ReduceNothingUnderSomebodyElsesHookOnceItIsGone) {
   const Tensor parameter = ones();
   set_hook(parameter, calls);
   {
-    const GradAllReduce all_reduce({parameter}, ranks());
+    const GradReducer all_reduce({parameter}, ranks());
     auto wrapping = std::make_unique<Wrapping>();
     wrapping->inner = std::move(torch::autograd::impl::post_acc_grad_hooks(parameter));
     torch::autograd::impl::set_post_acc_grad_hooks(parameter, std::move(wrapping));
@@ -155,9 +157,9 @@ TEST_F(PassesOfBackward, ReduceNothingUnderSomebodyElsesHookOnceItIsGone) {
   EXPECT_TRUE(log.empty());
 }
 
-TEST_F(PassesOfBackward, WorkWithCheckpointsThatRunBackwardInsideBackward) {
+TEST_F(GradReducerBackward, WorkWithCheckpointsThatRunBackwardInsideBackward) {
   torch::nn::Linear model(4, 3);
-  const GradAllReduce all_reduce(model->parameters(), ranks());
+  const GradReducer all_reduce(model->parameters(), ranks());
   for (int step = 0; step < 2; ++step) {
     log.clear();
     model->zero_grad();
@@ -170,12 +172,12 @@ TEST_F(PassesOfBackward, WorkWithCheckpointsThatRunBackwardInsideBackward) {
   }
 }
 
-TEST_F(PassesOfBackward, ReduceOnceALayerThatCheckpointedCallsShare) {
+TEST_F(GradReducerBackward, ReduceOnceALayerThatCheckpointedCallsShare) {
   torch::nn::Linear model(3, 3), like(3, 3);
   for (const char* const name : {"weight", "bias"}) {
     model->named_parameters()[name].set_data(like->named_parameters()[name].detach().clone());
   }
-  const GradAllReduce all_reduce(model->parameters(), ranks(), {.bucket_cap_bytes = 1});
+  const GradReducer all_reduce(model->parameters(), ranks(), {.bucket_cap_bytes = 1});
   log.clear();
   Tensor x = torch::ones({2, 3}).requires_grad_();
   Tensor y = torch::ones({2, 3});
@@ -206,26 +208,26 @@ struct BackwardInside : torch::autograd::Function<BackwardInside> {
   }
 };
 
-TEST_F(PassesOfBackward, CountOnceAParameterThatSeveralPassesInsideReach) {
+TEST_F(GradReducerBackward, CountOnceAParameterThatSeveralPassesInsideReach) {
   const Tensor shared = ones(), other = ones();
   const auto run = [&] {
     const auto once = BackwardInside::apply(ones(), shared);
     (BackwardInside::apply(once, shared) * other).sum().backward();
   };
   {
-    const GradAllReduce all_reduce({shared, other, ones()}, ranks());
+    const GradReducer all_reduce({shared, other, ones()}, ranks());
     run();
     expect_gradient(shared, 2);
     expect_gradient(other, 1);
   }
-  const GradAllReduce alone({shared, other}, ranks(), {.bucket_cap_bytes = 1});
+  const GradReducer alone({shared, other}, ranks(), {.bucket_cap_bytes = 1});
   EXPECT_THAT(message_of(run),
               AllOf(HasSubstr("came once more"), HasSubstr("mezzo::activation_checkpoint")));
 }
 
-TEST_F(PassesOfBackward, OfOneProcessGoOnAfterOneThatThrew) {
+TEST_F(GradReducerBackward, OfOneProcessGoOnAfterOneThatThrew) {
   const Tensor early = ones(), late = ones();
-  GradAllReduce all_reduce({late, early}, alike_ranks(1));
+  GradReducer all_reduce({late, early}, make_fake_backend(1));
   bool throws = true;
   const auto inner = [&] {
     const Tensor y = late * 2;
@@ -243,10 +245,10 @@ TEST_F(PassesOfBackward, OfOneProcessGoOnAfterOneThatThrew) {
   expect_gradient(early, 2);
 }
 
-TEST_F(PassesOfBackward, RefuseAHistoryASparseGradientAndAnUnscaledOneOfFloat) {
+TEST_F(GradReducerBackward, RefuseAHistoryASparseGradientAndAnUnscaledOneOfFloat) {
   const Tensor parameter = torch::full({3}, 2.0F).requires_grad_();
   {
-    GradAllReduce all_reduce({parameter}, alike_ranks(2));
+    GradReducer all_reduce({parameter}, make_fake_backend(2));
     EXPECT_THAT(message_of([&] {
                   parameter.pow(3).sum().backward({}, /*retain_graph=*/true,
                                                   /*create_graph=*/true);
@@ -254,27 +256,28 @@ TEST_F(PassesOfBackward, RefuseAHistoryASparseGradientAndAnUnscaledOneOfFloat) {
                 HasSubstr("has a history (create_graph)"));
   }
   torch::nn::Embedding embedding(torch::nn::EmbeddingOptions(5, 2).sparse(true));
-  const GradAllReduce of_sparse(embedding->parameters(), alike_ranks(2));
+  const GradReducer of_sparse(embedding->parameters(), make_fake_backend(2));
   EXPECT_THAT(message_of([&] {
                 embedding->forward(torch::tensor({1, 2})).sum().backward();
               }),
               HasSubstr("it should be dense"));
   const Tensor half = torch::ones({3}, torch::kHalf).requires_grad_();
-  const GradAllReduce of_half({half}, alike_ranks(2));
+  const GradReducer of_half({half}, make_fake_backend(2));
   half.mutable_grad() = torch::full({3}, 1e-8F);  // as unscaled for a master
   EXPECT_THAT(message_of([&] { half.sum().backward(); }),
               HasSubstr("take the step and zero_grad()"));
 }
 
-TEST_F(PassesOfBackward, SendGradientsOfFloatIn16BitsWhereThatIsAsked) {
+TEST_F(GradReducerBackward, SendGradientsOfFloatIn16BitsWhereThatIsAsked) {
   for (const auto dtype : {torch::kBFloat16, torch::kHalf}) {
     const Tensor wide = ones(), narrow = torch::ones({3}, torch::kBFloat16).requires_grad_();
     std::vector<torch::ScalarType> sent;
     const auto listener = [&](const std::string& name, const Tensor& tensor) {
       if (name == "sum" || name == "average") sent.push_back(tensor.scalar_type());
     };
-    const GradAllReduce all_reduce({wide, narrow}, recording_ranks(alike_ranks(2), listener),
-                                   {.compress_dtype = dtype});
+    const GradReducer all_reduce({wide, narrow},
+                                 make_recording_backend(make_fake_backend(2), listener),
+                                 {.reduce_dtype = dtype});
     ((wide / 3).sum() + narrow.sum()).backward();
     EXPECT_THAT(sent, ElementsAre(torch::kBFloat16, dtype));
     EXPECT_EQ(wide.grad().scalar_type(), torch::kFloat);
@@ -285,25 +288,25 @@ TEST_F(PassesOfBackward, SendGradientsOfFloatIn16BitsWhereThatIsAsked) {
     EXPECT_TRUE(wide.grad().allclose(torch::full({3}, 60000.F), 0.01)) << wide.grad();
   }
   EXPECT_THAT(message_of([] {
-                GradAllReduce({ones()}, alike_ranks(2), {.compress_dtype = torch::kFloat});
+                GradReducer({ones()}, make_fake_backend(2), {.reduce_dtype = torch::kFloat});
               }),
-              HasSubstr("`compress_dtype` must be bfloat16 or half"));
+              HasSubstr("`reduce_dtype` must be bfloat16 or half"));
 }
 
-TEST_F(PassesOfBackward, AreLocalAsLongAsAGuardLives) {
+TEST_F(GradReducerBackward, AreLocalAsLongAsAGuardLives) {
   const Tensor parameter = ones();
-  GradAllReduce all_reduce({parameter}, alike_ranks(2));
-  std::optional<mezzo::NoSync> guard;
+  GradReducer all_reduce({parameter}, make_fake_backend(2));
+  std::optional<mezzo::NoSyncGuard> guard;
   guard = all_reduce.no_sync();
   EXPECT_TRUE(all_reduce.is_no_sync());
-  mezzo::NoSync other = *std::move(guard);
+  mezzo::NoSyncGuard other = *std::move(guard);
   guard.reset();
   EXPECT_TRUE(all_reduce.is_no_sync());
   other = all_reduce.no_sync();
   EXPECT_TRUE(all_reduce.is_no_sync());
-  { const mezzo::NoSync last = std::move(other); }
+  { const mezzo::NoSyncGuard last = std::move(other); }
   EXPECT_FALSE(all_reduce.is_no_sync());
 }
 
 }  // namespace
-}  // namespace grad_all_reduce_test
+}  // namespace grad_reducer_test

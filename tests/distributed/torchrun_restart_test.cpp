@@ -1,5 +1,5 @@
 // A run of two ranks under torchrun, which starts them anew each time that one is killed: it comes
-// to the weights of one that nobody disturbed. MEZZO_TORCHRUN and MEZZO_KILLED_PROGRAM are
+// to the weights of one that nobody disturbed. MEZZO_TORCHRUN and MEZZO_RESTART_PROGRAM are
 // commands; MEZZO_KILL_ROUNDS is how often it is killed, 3 times if not given.
 
 #include <gmock/gmock.h>
@@ -46,7 +46,7 @@ Outcome run(const std::string& launcher, const std::string& way, const TempDir& 
   const std::string command = "exec env OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo " +
                               (MEZZO_TORCHRUN + (' ' + launcher)) + " --nproc-per-node " +
                               std::to_string(kRanks) + " --max-restarts 99 --no-python " +
-                              MEZZO_KILLED_PROGRAM + ' ' + way + ' ' + directory.path().string() +
+                              MEZZO_RESTART_PROGRAM + ' ' + way + ' ' + directory.path().string() +
                               ' ' + std::to_string(steps) + " 2>&1";
   std::mt19937 random(7);  // NOLINT: the same each time
   Outcome outcome;
@@ -86,9 +86,9 @@ Outcome run(const std::string& launcher, const std::string& way, const TempDir& 
 }
 
 /// The ways to launch and to train.
-class TorchrunKills : public testing::TestWithParam<std::pair<std::string, std::string>> {};
+class TorchrunRestart : public testing::TestWithParam<std::pair<std::string, std::string>> {};
 
-TEST_P(TorchrunKills, AtRandomMomentsAreRecoveredFromWithTheBitsOfAnUndisturbedRun) {
+TEST_P(TorchrunRestart, AtRandomMomentsAreRecoveredFromWithTheBitsOfAnUndisturbedRun) {
   if (std::system((std::string(MEZZO_TORCHRUN) + " --help > /dev/null 2>&1").c_str()) != 0) {
     GTEST_SKIP() << "no torchrun that runs (pip install torch); " << MEZZO_TORCHRUN << " does not";
   }
@@ -117,7 +117,7 @@ TEST_P(TorchrunKills, AtRandomMomentsAreRecoveredFromWithTheBitsOfAnUndisturbedR
             << " s until the next step\n";
 }
 
-INSTANTIATE_TEST_SUITE_P(Of, TorchrunKills,
+INSTANTIATE_TEST_SUITE_P(Of, TorchrunRestart,
                          testing::Values(std::pair("Standalone", "ddp"),
                                          std::pair("Static", "zero")),
                          [](const auto& test) { return test.param.first + test.param.second; });

@@ -32,43 +32,45 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-using GroupPtr = c10::intrusive_ptr<c10d::Backend>;
+using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
-/// Returns `group`. \throws c10::Error if it is null
-inline GroupPtr checked(GroupPtr group, const char* caller) {
-  TORCH_CHECK(group, caller,
-              ": `group` is null; give a c10d backend, such as a MpiBackend, a ProcessGroupNCCL or "
-              "process_group->getBackend(torch::kCUDA)");
-  return group;
+/// Returns `backend`. \throws c10::Error if it is null
+inline BackendPtr check_backend(BackendPtr backend, const char* caller) {
+  TORCH_CHECK(
+      backend, caller,
+      ": `backend` is null; give a c10d backend, such as a MpiBackend, a ProcessGroupNCCL or "
+      "process_group->getBackend(torch::kCUDA)");
+  return backend;
 }
 
 /// Begins an all-reduce of `tensor`, which is contiguous.
-inline WorkPtr all_reduce(const GroupPtr& group, const at::Tensor& tensor,
+inline WorkPtr all_reduce(const BackendPtr& backend, const at::Tensor& tensor,
                           c10d::ReduceOp::RedOpType reduction = c10d::ReduceOp::SUM) {
   std::vector<at::Tensor> tensors = {tensor};
   c10d::AllreduceOptions options;
   options.reduceOp = reduction;
-  return group->allreduce(tensors, options);
+  return backend->allreduce(tensors, options);
 }
 
 /// Writes the ranks' inputs to `output`, `size` times as long, in the order of the ranks. Waits.
-inline void all_gather(const GroupPtr& group, const at::Tensor& output, const at::Tensor& input) {
+inline void all_gather(const BackendPtr& backend, const at::Tensor& output,
+                       const at::Tensor& input) {
   at::Tensor to = output.view({-1}), from = input.view({-1});  // Gloo takes no other shape
-  group->_allgather_base(to, from)->wait();
+  backend->_allgather_base(to, from)->wait();
 }
 
 /// Gives all ranks the root's values of `tensors`, which have the same shapes on all ranks: some 25
 /// MiB of one device and dtype at a time. Waits.
-inline void broadcast(const GroupPtr& group, const std::vector<at::Tensor>& tensors, int root) {
-  if (group->getSize() == 1) return;
+inline void broadcast(const BackendPtr& backend, const std::vector<at::Tensor>& tensors, int root) {
+  if (backend->getSize() == 1) return;
   const c10::NoGradGuard no_grad;
   const auto send = [&](const std::vector<at::Tensor>& pack) {
     std::vector<at::Tensor> flat = {at::flatten_dense_tensors(pack)};
     c10d::BroadcastOptions options;
     options.rootRank = root;
-    group->broadcast(flat, options)->wait();
-    if (group->getRank() != root) {
+    backend->broadcast(flat, options)->wait();
+    if (backend->getRank() != root) {
       const std::vector<at::Tensor> parts = at::unflatten_dense_tensors(flat[0], pack);
       for (std::size_t i = 0; i < pack.size(); ++i) pack[i].copy_(parts[i]);
     }
@@ -81,44 +83,45 @@ inline void broadcast(const GroupPtr& group, const std::vector<at::Tensor>& tens
     for (const auto& pack : torch::utils::take_tensors(all, std::size_t{25} << 20))
       send(pack.tensors);
   }
-  if (group->getRank() != root) clear_autocast_cache();
+  if (backend->getRank() != root) clear_autocast_cache();
 }
 
-/// Returns a device whose tensors the group takes, for messages of mezzo's own.
-inline at::Device device_of(const c10d::Backend& group) {
-  return group.getBackendName() == "nccl" ? at::kCUDA : at::kCPU;
+/// Returns a device whose tensors the backend takes, for messages of mezzo's own.
+inline at::Device get_message_device(const c10d::Backend& backend) {
+  return backend.getBackendName() == "nccl" ? at::kCUDA : at::kCPU;
 }
 
 /// Returns rank `from`'s text on all ranks.
-inline std::string broadcast_text(const GroupPtr& group, std::string text, int from) {
+inline std::string broadcast_string(const BackendPtr& backend, std::string text, int from) {
   constexpr std::size_t kMost = std::size_t{1} << 28;
-  const at::Device device = device_of(*group);
+  const at::Device device = get_message_device(*backend);
   const at::Tensor length = at::tensor({static_cast<int64_t>(text.size())}).to(device);
-  broadcast(group, {length}, from);
+  broadcast(backend, {length}, from);
   text.resize(static_cast<std::size_t>(length.item<int64_t>()));
   for (std::size_t begin = 0; begin < text.size(); begin += kMost) {
     const std::size_t count = std::min(kMost, text.size() - begin);
     const at::Tensor here = at::empty({static_cast<int64_t>(count)}, at::kByte);
     std::copy_n(text.data() + begin, count, static_cast<char*>(here.mutable_data_ptr()));
     const at::Tensor bytes = here.to(device);
-    broadcast(group, {bytes}, from);
+    broadcast(backend, {bytes}, from);
     std::copy_n(static_cast<const char*>(bytes.cpu().const_data_ptr()), count, text.data() + begin);
   }
   return text;
 }
 
 /// Returns every rank's text, on every rank.
-inline std::vector<std::string> gather_texts(const GroupPtr& group, const std::string& own) {
-  const at::Device device = device_of(*group);
-  const int64_t size = group->getSize();
+inline std::vector<std::string> all_gather_strings(const BackendPtr& backend,
+                                                   const std::string& own) {
+  const at::Device device = get_message_device(*backend);
+  const int64_t size = backend->getSize();
   const at::Tensor lengths = at::empty({size}, at::TensorOptions(at::kLong).device(device));
-  all_gather(group, lengths, at::tensor({static_cast<int64_t>(own.size())}).to(device));
+  all_gather(backend, lengths, at::tensor({static_cast<int64_t>(own.size())}).to(device));
   const at::Tensor lengths_here = lengths.cpu();
   const at::Tensor padded = at::zeros({lengths_here.max().item<int64_t>()}, at::kByte);
   std::copy(own.begin(), own.end(), static_cast<char*>(padded.mutable_data_ptr()));
   const at::Tensor all =
       at::empty({size, padded.numel()}, at::TensorOptions(at::kByte).device(device));
-  all_gather(group, all, padded.to(device));
+  all_gather(backend, all, padded.to(device));
   const at::Tensor all_here = all.cpu();
   std::vector<std::string> texts;
   for (int64_t rank = 0; rank < size; ++rank) {
@@ -130,7 +133,7 @@ inline std::vector<std::string> gather_texts(const GroupPtr& group, const std::s
 
 /// Calls `f`. Returns the message of what it threw; empty if it did not throw.
 template <class F>
-std::string failure_of(const F& f) {
+std::string get_error_message(const F& f) {
   try {
     f();
     return {};
@@ -144,8 +147,9 @@ std::string failure_of(const F& f) {
 }
 
 /// Throws, on all ranks, the text of the first rank whose `failure` is not empty.
-inline void throw_together(const GroupPtr& group, const char* caller, const std::string& failure) {
-  const std::vector<std::string> failures = gather_texts(group, failure);
+inline void throw_if_any_rank_failed(const BackendPtr& backend, const char* caller,
+                                     const std::string& failure) {
+  const std::vector<std::string> failures = all_gather_strings(backend, failure);
   for (std::size_t rank = 0; rank < failures.size(); ++rank) {
     TORCH_CHECK(failures[rank].empty(), caller, ": rank ", rank, " of ", failures.size(), ": ",
                 failures[rank]);
@@ -154,18 +158,18 @@ inline void throw_together(const GroupPtr& group, const char* caller, const std:
 
 /// Calls `f` on rank 0, and returns its text on all ranks; all throw what it throws.
 template <class F>
-std::string from_rank_0(const GroupPtr& group, const char* caller, const F& f) {
+std::string run_on_rank0(const BackendPtr& backend, const char* caller, const F& f) {
   std::string text, failure;
-  if (group->getRank() == 0) failure = failure_of([&] { text = f(); });
-  throw_together(group, caller, failure);
-  return gather_texts(group, text)[0];
+  if (backend->getRank() == 0) failure = get_error_message([&] { text = f(); });
+  throw_if_any_rank_failed(backend, caller, failure);
+  return all_gather_strings(backend, text)[0];
 }
 
 /// Throws, on all ranks, where one has another text than rank 0, naming the first lines that
 /// differ, and what to do.
-inline void check_alike(const GroupPtr& group, const char* caller, const std::string& own,
-                        const char* advice) {
-  const std::vector<std::string> texts = gather_texts(group, own);
+inline void check_equal_on_all_ranks(const BackendPtr& backend, const char* caller,
+                                     const std::string& own, const char* advice) {
+  const std::vector<std::string> texts = all_gather_strings(backend, own);
   for (std::size_t rank = 1; rank < texts.size(); ++rank) {
     std::istringstream theirs(texts[rank]), wanted(texts[0]);
     while (theirs || wanted) {
