@@ -3,7 +3,7 @@
 #pragma once
 
 #include <mezzo/checkpoint/checkpoint.h>
-#include <mezzo/diagnose/telemetry.h>
+#include <mezzo/diagnostics/metrics_logger.h>
 
 #include <algorithm>
 #include <chrono>
@@ -86,14 +86,14 @@ class Run {
     if (is_saved) write_file(fs::path(options_.save) / "config.json", nullptr);
     const auto title = precision_of(training_.precision).title;
     mezzo::RunReport page("BERT, " + title + " (autocast " + describe(precision_) + ")");
-    mezzo::Telemetry telemetry(trainer_.steps + 1);
-    telemetry.write_to([&](const mezzo::TelemetryRecord& record) { show(record); });
-    telemetry.write_to(std::ref(page));
+    mezzo::MetricsLogger logger(trainer_.steps + 1);
+    logger.add_callback([&](const mezzo::StepMetrics& record) { show(record); });
+    logger.add_callback(std::ref(page));
     trainer_.scaler.on_skip([&](const auto& skipped) { say(skipped.message()); });
     say(c10::str(title, ": autocast ", describe(precision_), ", ", data_.train.size(),
                  " sentences to learn, ", data_.valid.size(), " to be scored on"));
     stop_at_signals();
-    train(telemetry);
+    train(logger);
     if (is_saved) save();
     trainer_.scaler.on_skip(nullptr);
     std::string ended = options_.max_steps > 0 ? "at --max-steps" : "with its schedule";
@@ -110,7 +110,7 @@ class Run {
   }
 
   /// Says how the run goes, every few seconds.
-  void show(const mezzo::TelemetryRecord& record) {
+  void show(const mezzo::StepMetrics& record) {
     seconds_ += record.seconds;
     tokens_ += record.tokens_per_second.value_or(0) * record.seconds;
     const auto now = std::chrono::steady_clock::now();
@@ -172,9 +172,9 @@ class Run {
     checkpoints().save(state(record), trainer_.steps);
   }
 
-  void train(mezzo::Telemetry& telemetry) {
+  void train(mezzo::MetricsLogger& logger) {
     trainer_.model->train();
-    telemetry.restart_clock();
+    logger.restart_clock();
     BatchList order;
     while (trainer_.steps < last_step() && stop_signal == 0) {
       const auto batch_of_epoch = static_cast<std::size_t>(trainer_.steps % epoch_steps_);
@@ -184,15 +184,15 @@ class Run {
       const auto batch =
           collate(train_, order[batch_of_epoch], tokenizer_.pad, max_length_, device_);
       const auto report = trainer_.step(batch);
-      telemetry.record(report.result, report.loss,
-                       {.tokens = batch.tokens, .learning_rate = report.learning_rate});
+      logger.record(report.result, report.loss,
+                    {.tokens = batch.tokens, .learning_rate = report.learning_rate});
       const bool is_due = options_.save_every > 0 && trainer_.steps % options_.save_every == 0;
       if (is_due && trainer_.steps < last_step()) {  // the last one is saved after the loop
         save();
-        telemetry.restart_clock();
+        logger.restart_clock();
       }
     }
-    telemetry.flush();
+    logger.flush();
   }
 
   Score scored() {
@@ -224,17 +224,17 @@ class Run {
   /// Adds what the curves do not show, and writes the page.
   void save_page(mezzo::RunReport& page, const RunResult& result, const std::string& ended) const {
     if (stop_signal == 0) {
-      page.score("F1", result.f1);
-      page.score("precision", result.precision);
-      page.score("recall", result.recall);
+      page.set_score("F1", result.f1);
+      page.set_score("precision", result.precision);
+      page.set_score("recall", result.recall);
     }
-    page.option("peak memory", std::to_string(result.peak_memory_bytes >> 20) + " MiB");
-    page.option("ended", ended);
+    page.set_hparam("peak memory", std::to_string(result.peak_memory_bytes >> 20) + " MiB");
+    page.set_hparam("ended", ended);
     const json training = training_;
-    for (const auto& [name, value] : training.items()) page.option(name, value.dump());
-    page.option("model", options_.model);
-    page.option("device", options_.device);
-    page.option("threads", std::to_string(at::get_num_threads()));
+    for (const auto& [name, value] : training.items()) page.set_hparam(name, value.dump());
+    page.set_hparam("model", options_.model);
+    page.set_hparam("device", options_.device);
+    page.set_hparam("threads", std::to_string(at::get_num_threads()));
     page.save(options_.report);
   }
 

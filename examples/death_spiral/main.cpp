@@ -1,8 +1,8 @@
 // A learning rate that is too high, in half: activations overflow, nearly every step is skipped,
 // and the loss scale keeps falling. Prints mezzo's diagnosis, and stops the run. Exits with 1 if
 // the run was not stopped.
-#include <mezzo/diagnose/overflow_report.h>
-#include <mezzo/diagnose/telemetry.h>
+#include <mezzo/diagnostics/metrics_logger.h>
+#include <mezzo/diagnostics/overflow_report.h>
 #include <mezzo/mezzo.h>
 
 #include <torch/torch.h>
@@ -24,9 +24,9 @@ int main() {
   mezzo::optim::SGD optimizer(model->parameters(), mezzo::optim::SGDOptions(30.0));
   mezzo::GradScaler scaler;
   scaler.on_skip(mezzo::OverflowReport(*model));  // which gradients were inf or NaN
-  mezzo::Telemetry telemetry;
-  telemetry.write_to(  // is the run lost, and why?
-      mezzo::DivergenceWatch(*model, {.policy = mezzo::DivergencePolicy::stop}));
+  mezzo::MetricsLogger logger;
+  logger.add_callback(  // is the run lost, and why?
+      mezzo::DivergenceMonitor(*model, {.action = mezzo::DivergenceAction::report_and_throw}));
 
   try {
     for (int step = 1; step <= 100; ++step) {
@@ -41,9 +41,9 @@ int main() {
       scaler.scale(loss).backward();
       const auto result = scaler.step(optimizer);
       scaler.update();
-      telemetry.record(result, loss);
+      logger.record(result, loss);
     }
-    telemetry.flush();
+    logger.flush();
   } catch (const c10::Error& error) {
     std::cout << error.what_without_backtrace() << "\n";
     return 0;

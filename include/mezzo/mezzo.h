@@ -1,6 +1,6 @@
 /// \file
 /// The core of mezzo: regions of autocast, optimizers, loss scaling. What else there is has an
-/// umbrella of its own: mezzo/opt_levels.h, mezzo/checkpoint.h, mezzo/diagnose.h,
+/// umbrella of its own: mezzo/opt_levels.h, mezzo/checkpoint.h, mezzo/diagnostics.h,
 /// mezzo/distributed.h. So has what costs every unit that includes it seconds of compile time:
 /// mezzo/autocast.h adds op policies and activation checkpointing.
 #pragma once

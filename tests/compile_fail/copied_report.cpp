@@ -1,12 +1,12 @@
-// error: a Telemetry would write to its copy: give std::ref
-#include <mezzo/diagnose/telemetry.h>
+// error: a MetricsLogger would write to its copy: give std::ref
+#include <mezzo/diagnostics/metrics_logger.h>
 
 #include <functional>
 
-void write_copied(mezzo::Telemetry& telemetry, mezzo::RunReport& report) {
+void write_copied(mezzo::MetricsLogger& logger, mezzo::RunReport& report) {
 #ifdef MEZZO_LEGAL
-  telemetry.write_to(std::ref(report));
+  logger.add_callback(std::ref(report));
 #else
-  telemetry.write_to(report);  // a copy would have the page
+  logger.add_callback(report);  // a copy would have the page
 #endif
 }

@@ -2,8 +2,8 @@
 // weights, telemetry, reports, checkpoints and buckets.
 
 #include <mezzo/checkpoint/checkpoint.h>
-#include <mezzo/diagnose/overflow_report.h>
-#include <mezzo/diagnose/telemetry.h>
+#include <mezzo/diagnostics/metrics_logger.h>
+#include <mezzo/diagnostics/overflow_report.h>
 #include <mezzo/kernels/compute_grad_stats.h>
 #include <mezzo/kernels/optimizer_step_cpu.h>
 #include <mezzo/kernels/sgd_functor.h>
@@ -255,19 +255,19 @@ TEST_F(TrainingCuda, GradBucketsTrainWholeSteps) {
 
 // --- Reports and checkpoints -------------------------------------------------------------------
 
-TEST_F(TrainingCuda, TelemetryRecordsWithoutSync) {
+TEST_F(TrainingCuda, MetricsLoggerRecordsWithoutSync) {
   test_support::Training training(kGpu);
-  std::vector<mezzo::TelemetryRecord> records;
-  mezzo::Telemetry telemetry;
-  telemetry.write_to([&](const mezzo::TelemetryRecord& record) { records.push_back(record); });
+  std::vector<mezzo::StepMetrics> records;
+  mezzo::MetricsLogger logger;
+  logger.add_callback([&](const mezzo::StepMetrics& record) { records.push_back(record); });
   (void)training.iterate();
   const std::vector<float> losses{1.0F, kInfinity, 0.5F};
   for (const float value : losses) {
     training.input.fill_(value);
     const ForbidSync forbid;
-    telemetry.record(training.iterate(), training.input, {.tokens = 10});
+    logger.record(training.iterate(), training.input, {.tokens = 10});
   }
-  telemetry.flush();
+  logger.flush();
   ASSERT_EQ(records.size(), losses.size());
   for (std::size_t i = 0; i < losses.size(); ++i) {
     EXPECT_EQ(records[i].loss, losses[i]);
@@ -287,10 +287,10 @@ TEST_F(TrainingCuda, OverflowReportNamesParameter) {
   model->bias.mutable_grad() = torch::ones({4}, kGpu);
   model->weight.mutable_grad()[2][1] = kNan;
   EXPECT_FALSE(scaler.step(optimizer).applied());
-  const auto overflow = mezzo::find_overflow(mezzo::name_parameters(*model), 16);
+  const auto overflow = mezzo::find_overflow(mezzo::named_float_parameters(*model), 16);
   ASSERT_EQ(overflow.parameters.size(), 1U);
   EXPECT_EQ(overflow.parameters[0].name, "weight");
-  EXPECT_EQ(overflow.parameters[0].first, (std::vector<int64_t>{2, 1}));
+  EXPECT_EQ(overflow.parameters[0].first_index, (std::vector<int64_t>{2, 1}));
 }
 
 // A checkpoint holds the step counts that captured steps have advanced on the device.

@@ -4,7 +4,7 @@
 
 #include <mezzo/autocast.h>
 #include <mezzo/checkpoint.h>
-#include <mezzo/diagnose.h>
+#include <mezzo/diagnostics.h>
 #include <mezzo/distributed.h>
 #include <mezzo/mezzo.h>
 #include <mezzo/opt_levels.h>
@@ -72,7 +72,7 @@ struct Batch {
   torch::Tensor x, y;
 };
 extern std::vector<Batch> batches;
-extern mezzo::Telemetry telemetry;
+extern mezzo::MetricsLogger logger;
 extern mezzo::RunReport report;
 extern mezzo::TrainingState state;
 extern mezzo::CheckpointManager checkpoints;

@@ -11,8 +11,8 @@
 #include <mezzo/autocast/autocast_guard.h>
 #include <mezzo/autocast/autocast_module.h>
 #include <mezzo/autocast/op_overrides.h>
-#include <mezzo/diagnose/anomaly_trace.h>
-#include <mezzo/diagnose/telemetry.h>
+#include <mezzo/diagnostics/anomaly_trace.h>
+#include <mezzo/diagnostics/metrics_logger.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/ema.h>
 #include <mezzo/optim/grad_buckets.h>
@@ -44,7 +44,7 @@ struct Trainer {
     scaler.update();
     schedule.step(result);
     ema.update();
-    telemetry.record(result, loss);
+    logger.record(result, loss);
     return loss.item<double>();
   }
 
@@ -57,7 +57,7 @@ struct Trainer {
   mezzo::LinearSchedule schedule{optimizer, {.warmup_steps = 2, .total_steps = 10}};
   mezzo::GradScaler scaler;
   mezzo::Ema ema{layer->parameters(), {}};
-  mezzo::Telemetry telemetry;
+  mezzo::MetricsLogger logger;
 };
 
 /// Of torch::optim, whose masters are static too.

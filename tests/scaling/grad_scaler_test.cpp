@@ -467,7 +467,7 @@ TEST(GradScaler, TellsAfterTenSkipsInARowThatNoScaleCuresThemAndThenRarely) {
             "Gradient overflow or NaN.  Skipping step, loss scaler 0 reducing loss scale to 32.0 "
             "(step 11 in a row that was skipped; from here on one in 1000 is printed): no loss "
             "scale cures an inf or NaN in the data, the loss or the weights; "
-            "mezzo::DivergenceWatch (mezzo/diagnose.h) tells which it is");
+            "mezzo::DivergenceMonitor (mezzo/diagnostics.h) tells which it is");
   one.scaler.update(65536.0);
   EXPECT_EQ(lines_of(one, 10, kInfinity).size(), 10U) << "update(new_scale) ends the row";
   EXPECT_EQ(lines_of(one, 1, 1).size(), 0U);

@@ -60,7 +60,7 @@ inline std::string limited_skip_message(const SkippedStep& skipped) {
          (is_at_min_scale
               ? "look for an inf or NaN in the data, the loss or the weights"
               : "no loss scale cures an inf or NaN in the data, the loss or the weights; "
-                "mezzo::DivergenceWatch (mezzo/diagnose.h) tells which it is");
+                "mezzo::DivergenceMonitor (mezzo/diagnostics.h) tells which it is");
 }
 
 }  // namespace detail
