@@ -49,7 +49,7 @@ def read_conll(path):
     return sentences
 
 
-class WordPieces:
+class WordPieceTokenizer:
     """BERT's uncased tokenizer, for words that are split already."""
 
     def __init__(self, vocabulary):
@@ -204,7 +204,7 @@ def main():
     number = {label: i for i, label in enumerate(labels)}
     random.shuffle(data)
     held_out = round(0.2 * len(data))
-    tokenizer = WordPieces(options.model / "vocab.txt")
+    tokenizer = WordPieceTokenizer(options.model / "vocab.txt")
     encoded = [encode(sentence, tokenizer, number) for sentence in data]
     net = Bert(config, len(labels))
     net.load(read_safetensors(options.model / "model.safetensors"))

@@ -12,7 +12,7 @@ namespace bert_ner {
 namespace {
 
 /// Hugging Face's model and what it answers (make_bert_expectation.py).
-class Bert : public testing::Test {
+class BertModel : public testing::Test {
  protected:
   const std::filesystem::path data_ = BERT_NER_TEST_DATA;
   std::map<std::string, torch::Tensor> expected_ =
@@ -29,7 +29,7 @@ double largest_difference(const torch::Tensor& a, const torch::Tensor& b) {
   return (a - b).abs().max().item<double>();
 }
 
-TEST_F(Bert, HasTheLogitsOfHuggingFaceWithBothKindsOfAttention) {
+TEST_F(BertModel, LogitsMatchHuggingFaceForBothAttentions) {
   const auto real = expected_["mask"].unsqueeze(-1);  // what stands on padding is nobody's business
   for (const double dropout : {0.0, 1e-30}) {         // with dropout the fused kernel is not taken
     const auto logits = model(dropout)(expected_["ids"], expected_["mask"]);
@@ -37,7 +37,7 @@ TEST_F(Bert, HasTheLogitsOfHuggingFaceWithBothKindsOfAttention) {
   }
 }
 
-TEST_F(Bert, HasTheGradientsOfHuggingFace) {
+TEST_F(BertModel, GradsMatchHuggingFace) {
   auto trained = model();
   const auto logits = trained(expected_["ids"], expected_["mask"]);
   const auto loss =
@@ -50,7 +50,7 @@ TEST_F(Bert, HasTheGradientsOfHuggingFace) {
   }
 }
 
-TEST(WordPieces, AreThoseOfTokenizers) {
+TEST(WordPieceTokenizer, MatchesHuggingFaceTokenizers) {
   // BertWordPieceTokenizer of tokenizers 0.23.3, with and without lower-casing, stripped accents
   // and parted ideographs.
   struct Recorded {
@@ -92,7 +92,7 @@ TEST(WordPieces, AreThoseOfTokenizers) {
   expect(R"({"tokenize_chinese_chars": false})", &Recorded::with_joined_ideographs);
 }
 
-TEST(EntityScores, AreThoseOfSeqeval) {
+TEST(EntityScores, MatchesSeqeval) {
   const auto score = [](const std::string& truth, const std::string& predicted) {
     const auto tags = [](const std::string& text) {
       std::istringstream words(text);

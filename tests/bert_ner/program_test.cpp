@@ -71,7 +71,7 @@ struct Outcome {
   std::string out, err;
 };
 
-class Program : public testing::Test {
+class BertNerProgram : public testing::Test {
  protected:
   /// Starts the program; its output goes to files of the scratch folder.
   pid_t start(Arguments arguments, rlim_t largest_file = RLIM_INFINITY) const {
@@ -130,7 +130,7 @@ class Program : public testing::Test {
   std::string saved_ = (temp_dir_ / "saved").string();
 };
 
-TEST_F(Program, PrintsATableOfAllPrecisionsEachFromAProcessOfItsOwn) {
+TEST_F(BertNerProgram, RunsEachPrecisionInSeparateProcess) {
   const auto json = temp_dir_ / "results.json";
   const auto outcome = run(training({"--learning-rate", "0.01", "--json", json.string()}));
   ASSERT_EQ(outcome.status, 0) << outcome.err;
@@ -159,7 +159,7 @@ TEST_F(Program, PrintsATableOfAllPrecisionsEachFromAProcessOfItsOwn) {
   }
 }
 
-TEST_F(Program, RunsEachRowWithAllSeeds) {
+TEST_F(BertNerProgram, RunsEachRowWithAllSeeds) {
   const auto outcome = run(training(
       {"--max-steps", "2", "--seed", "5", "--seeds", "2", "--json", "-", "--warmup", "0.5"}));
   ASSERT_EQ(outcome.status, 0) << outcome.err;
@@ -171,7 +171,7 @@ TEST_F(Program, RunsEachRowWithAllSeeds) {
   }
 }
 
-TEST_F(Program, WritesTheRunAsAPage) {
+TEST_F(BertNerProgram, WritesHtmlReport) {
   const auto page = temp_dir_ / "run.html";
   const auto outcome =
       run(training({"--precision", "amp", "--max-steps", "5", "--report", page.string()}));
@@ -185,7 +185,7 @@ TEST_F(Program, WritesTheRunAsAPage) {
   expect_failure(nowhere, 1, {"no/such/folder", "cannot be created"});
 }
 
-TEST_F(Program, LeavesAPageAndACheckpointWhenItIsStopped) {
+TEST_F(BertNerProgram, SigtermWritesReportAndCheckpoint) {
   for (const int signal : {SIGTERM, SIGINT}) {
     const auto page = temp_dir_ / "stopped.html";
     const auto saved = temp_dir_ / ("stopped" + std::to_string(signal));
@@ -202,7 +202,7 @@ TEST_F(Program, LeavesAPageAndACheckpointWhenItIsStopped) {
   }
 }
 
-TEST_F(Program, LabelsTextWithWhatItSaved) {
+TEST_F(BertNerProgram, LabelsTextWithSavedModel) {
   const auto trained =
       run(training({"--precision", "fp32", "--learning-rate", "0.01", "--save", saved_}, "24"));
   ASSERT_EQ(trained.status, 0) << trained.err;
@@ -213,7 +213,7 @@ TEST_F(Program, LabelsTextWithWhatItSaved) {
             ".\tO\n\n");
 }
 
-TEST_F(Program, ARunThatIsResumedEndsBitForBitWhereTheStraightOneDoes) {
+TEST_F(BertNerProgram, ResumedRunIsBitwiseIdentical) {
   for (const char* precision : {"amp", "amp-8bit", "bf16-split-master", "bf16-stochastic"}) {
     SCOPED_TRACE(precision);
     const auto straight = (temp_dir_ / precision).string(), resumed = straight + " resumed";
@@ -235,7 +235,7 @@ TEST_F(Program, ARunThatIsResumedEndsBitForBitWhereTheStraightOneDoes) {
   }
 }
 
-TEST_F(Program, RefusesToResumeAnotherRun) {
+TEST_F(BertNerProgram, ResumingDifferentRunFails) {
   const auto resumed = [&](const Arguments& more) {
     auto arguments = training({"--precision", "amp", "--save", saved_, "--max-steps", "1"});
     arguments.insert(arguments.end(), more.begin(), more.end());
@@ -252,7 +252,7 @@ TEST_F(Program, RefusesToResumeAnotherRun) {
   expect_failure(resumed({"--resume"}), 1, {file.string(), "is corrupt"});
 }
 
-TEST_F(Program, ObeysTheEnvironmentInItsAmpRows) {
+TEST_F(BertNerProgram, AmpRowsReadEnvironment) {
   setenv("MEZZO_MIXED_PRECISION", "no", 1);
   const auto off = run(training({"--precision", "amp", "--max-steps", "1", "--json", "-"}));
   setenv("MEZZO_MIXED_PRECISION", "fast", 1);
@@ -262,7 +262,7 @@ TEST_F(Program, ObeysTheEnvironmentInItsAmpRows) {
   expect_failure(wrong, 1, {"MEZZO_MIXED_PRECISION", "bf16"});
 }
 
-TEST_F(Program, TellsUsageErrorsFromOthersByItsStatus) {
+TEST_F(BertNerProgram, ExitStatusDistinguishesUsageErrors) {
   expect_failure(run({"--no-such-flag"}), 2, {"--no-such-flag", "--help"});
   expect_failure(run(training({"--epochs", "0"})), 2, {"--epochs"});
   const auto help = run({"--help"});
@@ -270,7 +270,7 @@ TEST_F(Program, TellsUsageErrorsFromOthersByItsStatus) {
   EXPECT_EQ(help.err, "");
 }
 
-TEST_F(Program, SaysWhichFileAndLineIsWrong) {
+TEST_F(BertNerProgram, ReportsFileAndLineOfBadInput) {
   const auto refused = [&](std::string_view text, const Arguments& parts) {
     expect_failure(run({"--model", BERT_NER_TEST_DATA "/tiny_bert", "--precision", "amp", "--data",
                         temp_dir_.write("bad.txt", text).string()}),
@@ -283,7 +283,7 @@ TEST_F(Program, SaysWhichFileAndLineIsWrong) {
   refused("alice\tB-person\n\n", {"--held-out 0.2 of 1 sentences"});  // one cannot be split
 }
 
-TEST_F(Program, RefusesAModelFolderThatDoesNotFitTogether) {
+TEST_F(BertNerProgram, InconsistentModelDirectoryFails) {
   fs::copy(BERT_NER_TEST_DATA "/tiny_bert", saved_);
   const auto refused = [&](const char* file, const std::string& bytes, const Arguments& parts) {
     const auto path = fs::path(saved_) / file;
@@ -304,7 +304,7 @@ TEST_F(Program, RefusesAModelFolderThatDoesNotFitTogether) {
   refused("config.json", config.dump(), {"\"hidden_size\" is -1"});
 }
 
-TEST_F(Program, SaysSoWhenTheDiskIsFullAndKeepsTheCheckpoint) {
+TEST_F(BertNerProgram, FullDiskFailsAndPreservesCheckpoint) {
   auto arguments = training({"--precision", "amp", "--save", saved_, "--max-steps", "2"});
   ASSERT_EQ(run(arguments).status, 0);
   const auto before = checkpoints_in(saved_);
@@ -316,7 +316,7 @@ TEST_F(Program, SaysSoWhenTheDiskIsFullAndKeepsTheCheckpoint) {
   EXPECT_EQ(run({"predict", "--saved", saved_, "alice ."}).status, 0);
 }
 
-TEST_F(Program, SurvivesKillsWhileItSaves) {
+TEST_F(BertNerProgram, SurvivesKillDuringSave) {
   auto arguments =
       training({"--precision", "amp", "--save", saved_, "--save-every", "1"}, "100000");
   for (int round = 0; round < 20; ++round) {

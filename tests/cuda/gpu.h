@@ -1,6 +1,6 @@
 /// \file
 /// The GPU of the tests in this folder and of cuda_bench: the first CUDA device or, where
-/// MEZZO_CUDA_EMULATION is defined, the one that tests/cuda_on_host simulates.
+/// MEZZO_CUDA_EMULATION is defined, the one that tests/cuda_emulation simulates.
 ///
 /// Streams, their guards and events are c10's, which serve both.
 #pragma once

@@ -377,7 +377,7 @@ TEST_F(KernelsCuda, StepsReachEveryElement) {
 }
 
 // Elements whose indices are 2^32 apart have different random bits.
-// The simulated GPU runs one block of such a parameter (tests/cuda_on_host/steps_test.cpp).
+// The simulated GPU runs one block of such a parameter (tests/cuda_emulation/steps_test.cpp).
 TEST_F(KernelsCuda, StochasticBitsBeyondTwoTo32MatchCpu) {
   using Functor = mezzo::detail::SgdFunctor<false>;
   if (cuda_test::kIsSimulated) GTEST_SKIP() << "not run on the simulated GPU: it takes 18 GB";

@@ -35,10 +35,10 @@ std::vector<std::string> unread(std::string_view name, void (*target)(std::strin
   return failed;
 }
 
-TEST(FuzzedLibrary, ReadsCheckpoints) {
+TEST(FuzzCorpus, CheckpointInputsLoadOrThrow) {
   EXPECT_THAT(unread("checkpoint", fuzz::checkpoint), IsEmpty());
 }
-TEST(FuzzedLibrary, ReadsPickles) {
+TEST(FuzzCorpus, PickleInputsLoadOrThrow) {
   fuzz::pickle("");
   std::mt19937_64 engine(1);
   for (int i = 0; i < 600; ++i) {
@@ -50,12 +50,12 @@ TEST(FuzzedLibrary, ReadsPickles) {
     fuzz::pickle(decisions);
   }
 }
-TEST(FuzzedLibrary, ReadsPolicies) { EXPECT_THAT(unread("policy", fuzz::policy), IsEmpty()); }
-TEST(FuzzedLibrary, ReadsStatesOfScalers) {
+TEST(FuzzCorpus, OpOverrideInputsParseOrThrow) {
+  EXPECT_THAT(unread("policy", fuzz::policy), IsEmpty());
+}
+TEST(FuzzCorpus, ScalerStateInputsLoadOrThrow) {
   EXPECT_THAT(unread("scaler_state", fuzz::scaler_state), IsEmpty());
 }
-TEST(FuzzedLibrary, ReadsWordsOfFlagsAndVariables) {
-  EXPECT_THAT(unread("words", fuzz::words), IsEmpty());
-}
+TEST(FuzzCorpus, FlagInputsParseOrThrow) { EXPECT_THAT(unread("words", fuzz::words), IsEmpty()); }
 
 }  // namespace

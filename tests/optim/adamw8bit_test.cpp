@@ -98,7 +98,7 @@ TEST(AdamW8bit, StaysNearFloatMoments) {
 }
 
 /// bitsandbytes 0.50.2's AdamW8bit on the CPU, beside torch.optim.AdamW 2.11, ends 0.06346 of the
-/// way from float's result in these steps (recorded/adamw8bit.py).
+/// way from float's result in these steps (data/adamw8bit.py).
 TEST(AdamW8bit, AThousandStepsEndAsNearToFloatAsBitsandbytes) {
   constexpr int64_t kSize = 8192;
   const at::Tensor start = numbers(kSize, 1);

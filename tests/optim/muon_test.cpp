@@ -1,4 +1,4 @@
-// mezzo::optim::Muon against Python's torch.optim.Muon, which recorded/muon.py records.
+// mezzo::optim::Muon against Python's torch.optim.Muon, which data/muon.py records.
 
 #include <mezzo/autocast/autocast_guard.h>
 #include <mezzo/optim/adamw.h>
@@ -24,7 +24,7 @@
 #include "../support/get_param_state.h"
 
 #ifndef MEZZO_OPTIM_TEST_DATA
-#error "give -DMEZZO_OPTIM_TEST_DATA, the folder tests/optim/recorded"
+#error "give -DMEZZO_OPTIM_TEST_DATA, the folder tests/optim/data"
 #endif
 
 namespace {

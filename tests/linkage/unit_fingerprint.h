@@ -1,0 +1,18 @@
+#pragma once
+
+#include <mezzo/base/grad_scaler_options.h>
+#include <mezzo/scaling/grad_scaler.h>
+
+#include <tuple>
+
+// Addresses of inline functions and variables, which are one a program, and the size of what a unit
+// constructs.
+using UnitFingerprint =
+    std::tuple<bool (mezzo::GradScaler::*)() const noexcept, void (mezzo::GradScaler::*)(double),
+               const double*, std::size_t, float>;
+
+static UnitFingerprint unit_fingerprint_here() {
+  mezzo::GradScaler scaler;
+  return {&mezzo::GradScaler::is_enabled, &mezzo::GradScaler::set_growth_factor,
+          &mezzo::kDefaultMinScale, sizeof(scaler), scaler.options().initial_state().scale};
+}
