@@ -3,7 +3,7 @@
 
     pack_for_gpu.py ARCHIVE
 
-Of programs that `./bootstrap gpu-pack` has built in build/gpu-compile: ARCHIVE, a .tar.gz, holds them, stripped, with the
+Of programs that `./bootstrap gpu-pack` has built in build/cuda-compile: ARCHIVE, a .tar.gz, holds them, stripped, with the
 libraries that only they need; the model, its weights as float16, and the data; Python's peers; and `run`. CUDA's libraries
 and libtorch are those of the other machine.
 """
@@ -19,17 +19,17 @@ import tarfile
 import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-BUILD = ROOT / "build" / "gpu-compile"
+BUILD = ROOT / "build" / "cuda-compile"
 PROGRAMS = ("tests/cuda/mezzo_cuda_tests", "tests/cuda/mezzo_cuda_aten_tests", "benchmarks/cuda/cuda_bench",
             "examples/bert_ner/bert_ner")
-SCRIPTS = ("run_on_gpu.py", "gpu_machine.py", "cuda/torch_amp_bench.py", "cuda/bert_ner_torch.py")
+SCRIPTS = ("run_on_gpu.py", "check_gpu_environment.py", "cuda/torch_amp_bench.py", "cuda/bert_ner_torch.py")
 MODEL = ("config.json", "vocab.txt", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 # Libraries that the other machine has: CUDA's, libtorch's and every Linux's.
 ELSEWHERE = re.compile(r"lib(torch|c10|cu|nv|nccl|shm|c\.|m\.|dl\.|rt\.|pthread\.|util\.|resolv\.|stdc\+\+|gcc_s)|ld-linux|linux-vdso")
 
 RUN = """#!/bin/sh
-# Tests, benchmarks, the main job and sanitizers on this machine's first GPU, without a network: ./run --help.
+# Tests, benchmarks, the BERT NER example and sanitizers on this machine's first GPU, without a network: ./run --help.
 # PYTHON: a Python with torch, whose libraries are used, and which runs the peers. Torch_DIR: another libtorch.
 here=$(dirname "$0")
 command -v "${PYTHON:-python3}" >/dev/null || { echo "run: needs python3, of which the standard library is enough" >&2; exit 1; }

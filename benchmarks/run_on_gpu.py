@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Tests, benchmarks, the main job and sanitizers on this machine's first GPU, in about eight minutes.
+"""Tests, benchmarks, the BERT NER example and sanitizers on this machine's first GPU, in about eight minutes.
 
     run_on_gpu.py [--out FOLDER] [--budget SECONDS] [PART...]
     run_on_gpu.py --list
@@ -25,12 +25,12 @@ import sys
 import threading
 import time
 
-import gpu_machine
+import check_gpu_environment
 
 HERE = pathlib.Path(__file__).resolve().parent
 PACKED = HERE / "packed.json"  # of an archive
 
-# How the main job is run in each precision. On CUDA `amp` is autocast to float16 unless the environment says otherwise;
+# How the BERT NER example is run in each precision. On CUDA `amp` is autocast to float16 unless the environment says otherwise;
 # TF32 is float32 whose products libtorch rounds.
 PRECISIONS = {"fp32": ("fp32", {}), "tf32": ("fp32", {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}),
               "fp16": ("amp", {"MEZZO_MIXED_PRECISION": "fp16"}), "bf16": ("amp", {"MEZZO_MIXED_PRECISION": "bf16"})}
@@ -65,7 +65,7 @@ class Programs:
             self.peers = HERE
         else:
             self.root, self.results = HERE.parent, HERE / "results"
-            self.folders = [self.root / "build" / "gpu" / folder
+            self.folders = [self.root / "build" / "cuda" / folder
                             for folder in ("tests/cuda", "benchmarks/cuda", "examples/bert_ner")]
             self.model, self.data = self.root / ".deps" / "model", self.root / ".deps" / "ner.txt"
             self.peers = HERE / "cuda"
@@ -108,9 +108,9 @@ def all_parts(programs, python_lacks, out):
     for name, (precision, environment) in PRECISIONS.items():
         command = [programs.find("bert_ner"), "--quiet", "--device", "cuda", "--precision", precision, "--model",
                    programs.model, "--data", programs.data, "--json", out / f"main-{name}.json"]
-        parts.append(Part(f"main-{name}", f"main job, {name}", "main", command, 30, environment, no_model))
+        parts.append(Part(f"main-{name}", f"BERT NER, {name}", "main", command, 30, environment, no_model))
         peer = [sys.executable, programs.peers / "bert_ner_torch.py", programs.model, programs.data, "--precision", name]
-        parts.append(Part(f"main-{name}-python", f"main job, {name}, Python's torch.amp", "rows", peer, 40,
+        parts.append(Part(f"main-{name}-python", f"BERT NER, {name}, Python's torch.amp", "rows", peer, 40,
                           why_not=python_lacks or no_model))
     tool = sanitizer(programs.root)
     lacks_tool = None if tool else "compute-sanitizer is neither on PATH nor in CUDA's folder; PyPI has nvidia-cuda-sanitizer-api"
@@ -127,7 +127,7 @@ def torch_of_python():
     """The folder of Python's torch, or None; and the version."""
     script = ("import importlib.util, os; spec = importlib.util.find_spec('torch'); "
               "print(spec.submodule_search_locations[0] if spec else '')")
-    folder = gpu_machine.output_of(sys.executable, "-c", script).strip()
+    folder = check_gpu_environment.output_of(sys.executable, "-c", script).strip()
     return pathlib.Path(folder) if folder else None
 
 
@@ -369,7 +369,7 @@ def judge_main(runner, part, outcome, lines):
     if written is None:
         return {"ok": False, "words": "no result"}
     runner.results["rows"].append(
-        {"part": part.name, "what": f"main job, {part.name.removeprefix('main-')}", "peer": "mezzo", "f1": written.get("f1"),
+        {"part": part.name, "what": f"BERT NER, {part.name.removeprefix('main-')}", "peer": "mezzo", "f1": written.get("f1"),
          "tokens_per_second": written.get("tokens_per_second"), "peak_memory_bytes": written.get("peak_memory_bytes")})
     return {"ok": outcome["exit_code"] == 0, "words": ""}
 
@@ -419,7 +419,7 @@ def page(results):
                   f"{row.get('launches', '-')} |" for row, ratio in with_ratios(timed, "gpu_ms")]
     jobs = [row for row in results["rows"] if "f1" in row]
     if jobs:
-        lines += ["", "| times mezzo's speed | main job | | F1 | tokens/s | peak MB |", "|---:|---|---|---:|---:|---:|"]
+        lines += ["", "| times mezzo's speed | BERT NER | | F1 | tokens/s | peak MB |", "|---:|---|---|---:|---:|---:|"]
         for row, ratio in with_ratios(jobs, "tokens_per_second"):
             memory = row.get("peak_memory_bytes")
             lines.append(f"| {number(ratio, '.2f')} | {row['what']} | {row['peer']} | {number(row['f1'], '.4f')} | "
@@ -437,7 +437,7 @@ def machine_of(gpus, packed):
     found = dict(gpus[0], system=platform.platform())
     if packed:
         return dict(found, **{key: packed[key] for key in ("libtorch", "commit", "architectures", "compiler")})
-    nvcc = re.search(r"release ([\d.]+)", gpu_machine.output_of("nvcc", "--version"))
+    nvcc = re.search(r"release ([\d.]+)", check_gpu_environment.output_of("nvcc", "--version"))
     if nvcc:
         found["nvcc"] = nvcc[1]
     libtorch = version_of(HERE.parent / ".deps" / "libtorch")
@@ -446,7 +446,7 @@ def machine_of(gpus, packed):
 
 def why_no_python():
     """Why Python's peers cannot run here; empty where they can."""
-    said = gpu_machine.output_of(sys.executable, "-c", "import torch; print(torch.cuda.is_available())").strip()
+    said = check_gpu_environment.output_of(sys.executable, "-c", "import torch; print(torch.cuda.is_available())").strip()
     return {"True": None, "False": "Python's torch sees no GPU"}.get(said, f"{sys.executable} has no torch")
 
 
@@ -469,7 +469,7 @@ def main():
         for part in all_parts(programs, None, out):
             print(f"{part.name:18} {part.title}, {part.limit} s")
         return 0
-    gpus = gpu_machine.gpus()
+    gpus = check_gpu_environment.gpus()
     if not gpus:
         sys.exit("run_on_gpu.py: nvidia-smi names no GPU here; nothing was run")
     packed = check_pack(gpus[0]) if PACKED.exists() else None

@@ -3,12 +3,12 @@
 #
 #   GLOO_INCLUDE_DIR   the folder that holds gloo/context.h, where it is not one that CMake searches
 
-# Finds Gloo's headers; MEZZO_GLOO_WHY_NOT says in words why mezzo::gloo cannot be, and is empty where it can.
+# Finds Gloo's headers; MEZZO_GLOO_NOT_FOUND_REASON says in words why mezzo::gloo cannot be, and is empty where it can.
 macro(mezzo_find_gloo)
-  set(MEZZO_GLOO_WHY_NOT "")
+  set(MEZZO_GLOO_NOT_FOUND_REASON "")
   find_path(GLOO_INCLUDE_DIR gloo/context.h DOC "The folder that holds gloo/context.h")
   if(NOT GLOO_INCLUDE_DIR)
-    set(MEZZO_GLOO_WHY_NOT "no gloo/context.h was found; install libgloo-dev, or set GLOO_INCLUDE_DIR")
+    set(MEZZO_GLOO_NOT_FOUND_REASON "no gloo/context.h was found; install libgloo-dev, or set GLOO_INCLUDE_DIR")
   endif()
 endmacro()
 

@@ -1,6 +1,6 @@
 # mezzo::mpi: mezzo::mezzo and MPI, for the backend of c10d that stands on it.
 #
-#   MEZZO_MPI      whether to look for MPI:
+#   MEZZO_USE_MPI      whether to look for MPI:
 #     AUTO (default)  yes; as a part of another project, only where that has found MPI before
 #     ON              or stop and say why it cannot be used
 #     OFF             no
@@ -8,23 +8,23 @@
 #
 # mezzo calls MPI's C interface from C++, so no other language is needed.
 
-set(MEZZO_MPI "AUTO" CACHE STRING "Use MPI: AUTO, ON or OFF")
-set_property(CACHE MEZZO_MPI PROPERTY STRINGS AUTO ON OFF)
+set(MEZZO_USE_MPI "AUTO" CACHE STRING "Use MPI: AUTO, ON or OFF")
+set_property(CACHE MEZZO_USE_MPI PROPERTY STRINGS AUTO ON OFF)
 
-# Finds MPI; MEZZO_MPI_WHY_NOT says in words why not, and is empty where it was found.
+# Finds MPI; MEZZO_MPI_NOT_FOUND_REASON says in words why not, and is empty where it was found.
 macro(mezzo_find_mpi)
-  set(MEZZO_MPI_WHY_NOT "")
-  if(NOT MEZZO_MPI STREQUAL "OFF" AND NOT MPI_CXX_FOUND)
+  set(MEZZO_MPI_NOT_FOUND_REASON "")
+  if(NOT MEZZO_USE_MPI STREQUAL "OFF" AND NOT MPI_CXX_FOUND)
     # mezzo::mpi is global, for a project that adds mezzo as a subdirectory: so must be what it links.
     set(mezzo_targets_global "${CMAKE_FIND_PACKAGE_TARGETS_GLOBAL}")
     set(CMAKE_FIND_PACKAGE_TARGETS_GLOBAL ON)
     find_package(MPI QUIET COMPONENTS CXX)
     set(CMAKE_FIND_PACKAGE_TARGETS_GLOBAL "${mezzo_targets_global}")
   endif()
-  if(MEZZO_MPI STREQUAL "OFF")
-    set(MEZZO_MPI_WHY_NOT "MEZZO_MPI is OFF")
+  if(MEZZO_USE_MPI STREQUAL "OFF")
+    set(MEZZO_MPI_NOT_FOUND_REASON "MEZZO_USE_MPI is OFF")
   elseif(NOT MPI_CXX_FOUND)  # The target MPI::MPI_CXX is there all the same: FindMPI makes it before it looks.
-    set(MEZZO_MPI_WHY_NOT "no MPI was found: neither mpicxx on PATH nor MPI_HOME")
+    set(MEZZO_MPI_NOT_FOUND_REASON "no MPI was found: neither mpicxx on PATH nor MPI_HOME")
   endif()
 endmacro()
 

@@ -3,17 +3,17 @@
 #
 #   NCCL_INCLUDE_DIR   the folder of nccl.h, where it lies neither with CUDA's headers nor in a wheel beside libtorch's
 
-# Finds nccl.h; MEZZO_NCCL_WHY_NOT says in words why mezzo::nccl cannot be, and is empty where it can.
+# Finds nccl.h; MEZZO_NCCL_NOT_FOUND_REASON says in words why mezzo::nccl cannot be, and is empty where it can.
 macro(mezzo_find_nccl)
-  set(MEZZO_NCCL_WHY_NOT "")
+  set(MEZZO_NCCL_NOT_FOUND_REASON "")
   if(NOT TARGET mezzo::cuda)
-    set(MEZZO_NCCL_WHY_NOT "it takes mezzo::cuda")
+    set(MEZZO_NCCL_NOT_FOUND_REASON "it takes mezzo::cuda")
   else()
     find_path(NCCL_INCLUDE_DIR nccl.h
       HINTS ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES} "${MEZZO_TORCH_PREFIX}/../nvidia/nccl/include"
       DOC "The folder of nccl.h")
     if(NOT NCCL_INCLUDE_DIR)
-      set(MEZZO_NCCL_WHY_NOT
+      set(MEZZO_NCCL_NOT_FOUND_REASON
           "no nccl.h was found with CUDA's headers or in a wheel nvidia-nccl-cu13 beside libtorch; set NCCL_INCLUDE_DIR")
     endif()
   endif()

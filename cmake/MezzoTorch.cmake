@@ -2,29 +2,29 @@
 #
 #   Torch_DIR, Torch_ROOT, CMAKE_PREFIX_PATH   where libtorch is: an unpacked archive, or the folder `torch` of a wheel
 #   TORCH_CUDA_ARCH_LIST                       the GPU architectures to compile for, as libtorch writes them: 8.0;9.0+PTX
-#   MEZZO_CUDA                                 whether to use libtorch's CUDA half:
+#   MEZZO_USE_CUDA                                 whether to use libtorch's CUDA libraries:
 #     AUTO (default)  where it is whole
 #     ON              or stop and say why it cannot
 #     OFF             never
 #     COMPILE_ONLY    even where CUDA's own libraries are missing: programs link, to check that they do, but do not run
 #
-# The language CUDA, and with it nvcc, is enabled only where it is asked for: by find_package(mezzo COMPONENTS cuda), by MEZZO_CUDA=ON or
-# COMPILE_ONLY, by a project that has enabled it before, and in mezzo's own build. Otherwise libtorch's CUDA half is linked where it is
+# The language CUDA, and with it nvcc, is enabled only where it is asked for: by find_package(mezzo COMPONENTS cuda), by MEZZO_USE_CUDA=ON or
+# COMPILE_ONLY, by a project that has enabled it before, and in mezzo's own build. Otherwise libtorch's CUDA libraries is linked where it is
 # whole, so that CUDA tensors work through ATen's kernels.
 #
-# Sets MEZZO_TORCH_CUDA (whether mezzo::libtorch carries CUDA) and, where it does not, MEZZO_TORCH_CUDA_WHY_NOT in words;
+# Sets MEZZO_TORCH_CUDA (whether mezzo::libtorch carries CUDA) and, where it does not, MEZZO_TORCH_CUDA_NOT_FOUND_REASON in words;
 # and TORCH_LIBRARIES to mezzo::libtorch where the project has not called find_package(Torch).
 #
 # find_package(Torch) of a CUDA wheel stops with a fatal error where there is no CUDA toolkit, and its libraries do
 # not link where CUDA's own (cuDNN, NCCL, ...) are missing. The CPU half works all the same, so mezzo::libtorch is
 # libtorch_cpu and c10 alone there.
 
-set(MEZZO_CUDA "AUTO" CACHE STRING "Use libtorch's CUDA half: AUTO, ON, OFF or COMPILE_ONLY")
-set_property(CACHE MEZZO_CUDA PROPERTY STRINGS AUTO ON OFF COMPILE_ONLY)
+set(MEZZO_USE_CUDA "AUTO" CACHE STRING "Use libtorch's CUDA libraries: AUTO, ON, OFF or COMPILE_ONLY")
+set_property(CACHE MEZZO_USE_CUDA PROPERTY STRINGS AUTO ON OFF COMPILE_ONLY)
 set(MEZZO_MINIMUM_TORCH_VERSION 2.10)
 
 # Torch_DIR, MEZZO_TORCH_PREFIX and MEZZO_TORCH_VERSION.
-macro(mezzo_locate_torch)
+macro(mezzo_find_torch)
   find_path(Torch_DIR TorchConfig.cmake HINTS ENV Torch_DIR ${Torch_ROOT} ENV Torch_ROOT
             PATH_SUFFIXES share/cmake/Torch Torch torch/share/cmake/Torch)
   if(NOT Torch_DIR)
@@ -43,7 +43,7 @@ macro(mezzo_locate_torch)
 endmacro()
 
 # The libraries that LIBRARY wants and the loader cannot find.
-function(mezzo_missing_libraries library out)
+function(mezzo_get_missing_libraries library out)
   execute_process(COMMAND ldd "${library}" OUTPUT_VARIABLE listing ERROR_QUIET)
   string(REGEX MATCHALL "[^ \t\n]+ => not found" missing "${listing}")
   list(TRANSFORM missing REPLACE " => not found" "")
@@ -52,28 +52,28 @@ function(mezzo_missing_libraries library out)
 endfunction()
 
 # Why CUDA cannot be used with this libtorch, in words; empty where it can.
-function(mezzo_why_not_cuda needs_toolkit out)
-  set(why_not "")
-  if(MEZZO_CUDA STREQUAL "OFF")
-    set(why_not "MEZZO_CUDA is OFF")
+function(mezzo_get_cuda_not_found_reason needs_toolkit out)
+  set(reason "")
+  if(MEZZO_USE_CUDA STREQUAL "OFF")
+    set(reason "MEZZO_USE_CUDA is OFF")
   elseif(NOT EXISTS "${MEZZO_TORCH_PREFIX}/lib/libtorch_cuda.so")
-    set(why_not "this libtorch was built without CUDA")
+    set(reason "this libtorch was built without CUDA")
   elseif(needs_toolkit AND (NOT CUDAToolkit_FOUND OR NOT CUDAToolkit_NVCC_EXECUTABLE))
-    set(why_not "no CUDA toolkit was found: neither nvcc on PATH nor CUDAToolkit_ROOT")
-  elseif(NOT MEZZO_CUDA STREQUAL "COMPILE_ONLY")
-    mezzo_missing_libraries("${MEZZO_TORCH_PREFIX}/lib/libtorch_cuda.so" missing)
+    set(reason "no CUDA toolkit was found: neither nvcc on PATH nor CUDAToolkit_ROOT")
+  elseif(NOT MEZZO_USE_CUDA STREQUAL "COMPILE_ONLY")
+    mezzo_get_missing_libraries("${MEZZO_TORCH_PREFIX}/lib/libtorch_cuda.so" missing)
     if(missing)
       list(JOIN missing ", " missing)
-      set(why_not "libtorch_cuda.so lacks ${missing}")
+      set(reason "libtorch_cuda.so lacks ${missing}")
     endif()
   endif()
-  set(${out} "${why_not}" PARENT_SCOPE)
+  set(${out} "${reason}" PARENT_SCOPE)
 endfunction()
 
 # The architectures to compile for: the user's choice, else those of the GPUs in this machine, else DEFAULTS as far as
 # this nvcc accepts them, the newest as PTX too, which the driver compiles for GPUs that are newer still. (libtorch's own
 # default begins with sm_50, which nvcc 13 refuses.)
-function(mezzo_cuda_architectures out)
+function(mezzo_get_cuda_architectures out)
   if(DEFINED TORCH_CUDA_ARCH_LIST)
     set(list "${TORCH_CUDA_ARCH_LIST}")
   elseif(DEFINED ENV{TORCH_CUDA_ARCH_LIST})
@@ -103,7 +103,7 @@ function(mezzo_cuda_architectures out)
 endfunction()
 
 # libtorch's list as CMake writes it: 8.0;9.0+PTX becomes 80-real;90.
-function(mezzo_cmake_architectures out)
+function(mezzo_get_cmake_architectures out)
   set(list "")
   foreach(architecture IN LISTS ARGN)
     if(NOT architecture MATCHES "^([0-9]+)\\.([0-9]+[a-z]?)(\\+PTX)?$")
@@ -153,8 +153,8 @@ macro(mezzo_enable_cuda)
   endif()
 endmacro()
 
-# Links libtorch's CUDA half as it is: its own libraries are found when the program starts.
-function(mezzo_link_cuda_half)
+# Links libtorch's CUDA libraries as it is: its own libraries are found when the program starts.
+function(mezzo_link_cuda_libraries)
   target_link_libraries(mezzo::libtorch INTERFACE
     "-Wl,--unresolved-symbols=ignore-in-shared-libs" "-Wl,--push-state,--no-as-needed"
     "${MEZZO_TORCH_PREFIX}/lib/libtorch_cuda.so" "${MEZZO_TORCH_PREFIX}/lib/libc10_cuda.so" "-Wl,--pop-state")
@@ -163,12 +163,12 @@ endfunction()
 # The CPU half and, for COMPILE_ONLY, the CUDA half without the libraries that it wants.
 macro(mezzo_add_compile_only_libtorch)
   if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
-    mezzo_cuda_architectures(mezzo_architectures 8.0 9.0)
-    mezzo_cmake_architectures(CMAKE_CUDA_ARCHITECTURES ${mezzo_architectures})
+    mezzo_get_cuda_architectures(mezzo_architectures 8.0 9.0)
+    mezzo_get_cmake_architectures(CMAKE_CUDA_ARCHITECTURES ${mezzo_architectures})
   endif()
   mezzo_enable_cuda()
   mezzo_add_cpu_libtorch()
-  mezzo_link_cuda_half()
+  mezzo_link_cuda_libraries()
   target_link_libraries(mezzo::libtorch INTERFACE CUDA::cudart)
 endmacro()
 
@@ -189,10 +189,10 @@ int main() {}" MEZZO_USES_LIBSTDCXX)
   endif()
 endfunction()
 
-# Lets the linker look for the libraries that libtorch's CUDA half needs where the loader will: in the folders of its
+# Lets the linker look for the libraries that libtorch's CUDA libraries needs where the loader will: in the folders of its
 # RPATH. By itself it looks in those of -rpath first, and a CUDA toolkit's folder among them may hold an older NCCL or cuDNN,
 # which lacks symbols that this libtorch refers to.
-function(mezzo_link_libtorchs_own_libraries)
+function(mezzo_add_rpath_link_options)
   execute_process(COMMAND "${CMAKE_READELF}" -d "${MEZZO_TORCH_PREFIX}/lib/libtorch_cuda.so" OUTPUT_VARIABLE dynamic ERROR_QUIET)
   string(REGEX MATCH "\\(R(UN)?PATH\\)[^[]*\\[([^]]*)\\]" found "${dynamic}")
   string(REPLACE ":" ";" folders "${CMAKE_MATCH_2}")
@@ -206,46 +206,46 @@ function(mezzo_link_libtorchs_own_libraries)
 endfunction()
 
 if(NOT TARGET mezzo::libtorch)
-  mezzo_locate_torch()
+  mezzo_find_torch()
   find_package(CUDAToolkit QUIET)
   if(TARGET torch)  # The user's own find_package(Torch) came first.
-    set(MEZZO_TORCH_CUDA_WHY_NOT "")
+    set(MEZZO_TORCH_CUDA_NOT_FOUND_REASON "")
     if(NOT TARGET torch_cuda)
-      set(MEZZO_TORCH_CUDA_WHY_NOT "the libtorch that this project found was built without CUDA")
+      set(MEZZO_TORCH_CUDA_NOT_FOUND_REASON "the libtorch that this project found was built without CUDA")
     else()
-      mezzo_missing_libraries("${MEZZO_TORCH_PREFIX}/lib/libtorch_cuda.so" mezzo_missing)
-      if(mezzo_missing AND NOT MEZZO_CUDA STREQUAL "COMPILE_ONLY")
+      mezzo_get_missing_libraries("${MEZZO_TORCH_PREFIX}/lib/libtorch_cuda.so" mezzo_missing)
+      if(mezzo_missing AND NOT MEZZO_USE_CUDA STREQUAL "COMPILE_ONLY")
         list(JOIN mezzo_missing ", " mezzo_missing)
         message(WARNING
-          "mezzo: this project's own find_package(Torch) links all of libtorch's CUDA half, and libtorch_cuda.so lacks "
+          "mezzo: this project's own find_package(Torch) links all of libtorch's CUDA libraries, and libtorch_cuda.so lacks "
           "${mezzo_missing}: linking is going to fail. Leave find_package(Torch) out (find_package(mezzo) sets "
           "TORCH_LIBRARIES, to what links here), or install the wheel with its dependencies.")
       endif()
     endif()
   else()
     set(mezzo_enables_cuda FALSE)
-    if(MEZZO_CUDA MATCHES "^(ON|COMPILE_ONLY)$" OR "cuda" IN_LIST mezzo_FIND_COMPONENTS OR CMAKE_CUDA_COMPILER_LOADED
-       OR MEZZO_IS_BUILT)
+    if(MEZZO_USE_CUDA MATCHES "^(ON|COMPILE_ONLY)$" OR "cuda" IN_LIST mezzo_FIND_COMPONENTS OR CMAKE_CUDA_COMPILER_LOADED
+       OR MEZZO_DEVELOPER_BUILD)
       set(mezzo_enables_cuda TRUE)
     endif()
-    mezzo_why_not_cuda(${mezzo_enables_cuda} MEZZO_TORCH_CUDA_WHY_NOT)
+    mezzo_get_cuda_not_found_reason(${mezzo_enables_cuda} MEZZO_TORCH_CUDA_NOT_FOUND_REASON)
   endif()
-  if(MEZZO_TORCH_CUDA_WHY_NOT AND MEZZO_CUDA MATCHES "^(ON|COMPILE_ONLY)$")
-    message(FATAL_ERROR "mezzo: MEZZO_CUDA is ${MEZZO_CUDA}, but ${MEZZO_TORCH_CUDA_WHY_NOT}.")
+  if(MEZZO_TORCH_CUDA_NOT_FOUND_REASON AND MEZZO_USE_CUDA MATCHES "^(ON|COMPILE_ONLY)$")
+    message(FATAL_ERROR "mezzo: MEZZO_USE_CUDA is ${MEZZO_USE_CUDA}, but ${MEZZO_TORCH_CUDA_NOT_FOUND_REASON}.")
   endif()
 
-  if(NOT TARGET torch AND MEZZO_TORCH_CUDA_WHY_NOT)
+  if(NOT TARGET torch AND MEZZO_TORCH_CUDA_NOT_FOUND_REASON)
     mezzo_add_cpu_libtorch()
   elseif(NOT TARGET torch AND NOT mezzo_enables_cuda)
     mezzo_add_cpu_libtorch()
-    mezzo_link_cuda_half()
+    mezzo_link_cuda_libraries()
     # For what a program includes of c10/cuda.
     target_include_directories(mezzo::libtorch SYSTEM INTERFACE ${CUDAToolkit_INCLUDE_DIRS})
-  elseif(NOT TARGET torch AND MEZZO_CUDA STREQUAL "COMPILE_ONLY")
+  elseif(NOT TARGET torch AND MEZZO_USE_CUDA STREQUAL "COMPILE_ONLY")
     mezzo_add_compile_only_libtorch()
   else()
     if(NOT TARGET torch)
-      mezzo_cuda_architectures(TORCH_CUDA_ARCH_LIST 7.5 8.0 8.6 8.9 9.0 10.0 12.0)
+      mezzo_get_cuda_architectures(TORCH_CUDA_ARCH_LIST 7.5 8.0 8.6 8.9 9.0 10.0 12.0)
       mezzo_enable_cuda()  # which find_package(Torch) would do
       # mezzo::libtorch is global, for a project that adds mezzo as a subdirectory: so must be what it stands for.
       set(mezzo_targets_global "${CMAKE_FIND_PACKAGE_TARGETS_GLOBAL}")
@@ -258,16 +258,16 @@ if(NOT TARGET mezzo::libtorch)
   endif()
 
   mezzo_link_libstdcxx_first()
-  if(NOT MEZZO_TORCH_CUDA_WHY_NOT)
-    mezzo_link_libtorchs_own_libraries()
+  if(NOT MEZZO_TORCH_CUDA_NOT_FOUND_REASON)
+    mezzo_add_rpath_link_options()
   endif()
-  set_target_properties(mezzo::libtorch PROPERTIES MEZZO_CUDA_WHY_NOT "${MEZZO_TORCH_CUDA_WHY_NOT}")
+  set_target_properties(mezzo::libtorch PROPERTIES MEZZO_CUDA_NOT_FOUND_REASON "${MEZZO_TORCH_CUDA_NOT_FOUND_REASON}")
   # libtorch was compiled by a g++ that spells the symbol of Tensor::const_data_ptr<T> as Clang did before 18.
   target_compile_options(mezzo::libtorch INTERFACE
     "$<$<AND:$<COMPILE_LANG_AND_ID:CXX,Clang>,$<VERSION_GREATER_EQUAL:$<CXX_COMPILER_VERSION>,18>>:-fclang-abi-compat=17>")
-  if(MEZZO_TORCH_CUDA_WHY_NOT)
+  if(MEZZO_TORCH_CUDA_NOT_FOUND_REASON)
     message(STATUS
-      "mezzo: libtorch ${MEZZO_TORCH_VERSION}, CPU only (${MEZZO_TORCH_CUDA_WHY_NOT}), in ${MEZZO_TORCH_PREFIX}")
+      "mezzo: libtorch ${MEZZO_TORCH_VERSION}, CPU only (${MEZZO_TORCH_CUDA_NOT_FOUND_REASON}), in ${MEZZO_TORCH_PREFIX}")
   else()
     message(STATUS "mezzo: libtorch ${MEZZO_TORCH_VERSION} with CUDA, in ${MEZZO_TORCH_PREFIX}")
   endif()
@@ -279,9 +279,9 @@ if(NOT TORCH_LIBRARIES)
 endif()
 
 # mezzo is headers, compiled as the project is; said once, however many folders find or add it.
-get_property(mezzo_told_of_build_type GLOBAL PROPERTY MEZZO_TOLD_OF_BUILD_TYPE)
+get_property(mezzo_build_type_reported GLOBAL PROPERTY MEZZO_BUILD_TYPE_REPORTED)
 get_property(mezzo_is_multi_config GLOBAL PROPERTY GENERATOR_IS_MULTI_CONFIG)
-if(NOT mezzo_told_of_build_type AND NOT mezzo_is_multi_config AND NOT "${CMAKE_CXX_FLAGS}" MATCHES "-O[1-9sgfz]")
+if(NOT mezzo_build_type_reported AND NOT mezzo_is_multi_config AND NOT "${CMAKE_CXX_FLAGS}" MATCHES "-O[1-9sgfz]")
   if(NOT CMAKE_BUILD_TYPE)
     message(WARNING "mezzo: CMAKE_BUILD_TYPE is not set, so this project, and the loops of mezzo's optimizers with it, is "
                     "compiled without optimisation: their steps take six times as long. Configure with "
@@ -290,12 +290,12 @@ if(NOT mezzo_told_of_build_type AND NOT mezzo_is_multi_config AND NOT "${CMAKE_C
     message(STATUS "mezzo: Debug compiles the loops of mezzo's optimizers without optimisation; RelWithDebInfo, or the "
                    "target mezzo::compiled, keeps them fast")
   endif()
-  set_property(GLOBAL PROPERTY MEZZO_TOLD_OF_BUILD_TYPE TRUE)
+  set_property(GLOBAL PROPERTY MEZZO_BUILD_TYPE_REPORTED TRUE)
 endif()
 
 # Asked of the target, which another folder of the project may have made.
-get_target_property(MEZZO_TORCH_CUDA_WHY_NOT mezzo::libtorch MEZZO_CUDA_WHY_NOT)
-if(MEZZO_TORCH_CUDA_WHY_NOT)
+get_target_property(MEZZO_TORCH_CUDA_NOT_FOUND_REASON mezzo::libtorch MEZZO_CUDA_NOT_FOUND_REASON)
+if(MEZZO_TORCH_CUDA_NOT_FOUND_REASON)
   set(MEZZO_TORCH_CUDA FALSE)
 else()
   set(MEZZO_TORCH_CUDA TRUE)

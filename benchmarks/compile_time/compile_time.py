@@ -98,7 +98,7 @@ def kibibytes(paths):
 
 
 def measure(line, compiler, library):
-    extra = ("-DMEZZO_COMPILED",) if line.is_compiled else ()
+    extra = ("-DMEZZO_COMPILED_LIB",) if line.is_compiled else ()
     made = [compiler.compile(HERE / source, definitions + extra) for source, definitions in line.units]
     objects = [target for target, _ in made]
     seconds = sum(cost.seconds for _, cost in made)
@@ -128,7 +128,7 @@ def main():
         library = []
         if any(line.is_compiled and line.has_loop for line in lines):
             sources = sorted((options.mezzo / "include/mezzo").rglob("*.cpp"))
-            made = [compiler.compile(source, ("-DMEZZO_COMPILED",)) for source in sources]
+            made = [compiler.compile(source, ("-DMEZZO_COMPILED_LIB",)) for source in sources]
             library = [target for target, _ in made]
             print(f"{'mezzo::compiled itself, once':38} {sum(cost.seconds for _, cost in made):7.1f} s "
                   f"{max(cost.mebibytes for _, cost in made):7.0f} MiB "

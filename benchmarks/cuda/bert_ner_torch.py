@@ -247,7 +247,7 @@ def main():
                 predicted, true = (entities([labels[i] for i in numbers[kept]]) for numbers in (own, truth))
                 right, guessed, wanted = right + len(predicted & true), guessed + len(predicted), wanted + len(true)
     memory = torch.cuda.max_memory_allocated() if options.device == "cuda" else None
-    print(json.dumps({"what": f"main job, {options.precision}", "peer": "Python torch.amp",
+    print(json.dumps({"what": f"BERT NER, {options.precision}", "peer": "Python torch.amp",
                       "f1": round(2 * right / max(1, guessed + wanted), 4), "tokens_per_second": round(tokens / seconds),
                       "peak_memory_bytes": memory}), flush=True)
     return 0

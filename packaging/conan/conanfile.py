@@ -44,7 +44,7 @@ class MezzoConan(ConanFile):
     def generate(self):
         toolchain = CMakeToolchain(self)
         toolchain.cache_variables.update(
-            {"MEZZO_BUILD_TESTS": "OFF", "MEZZO_BUILD_EXAMPLES": "OFF", "MEZZO_MPI": "OFF",
+            {"MEZZO_BUILD_TESTS": "OFF", "MEZZO_BUILD_EXAMPLES": "OFF", "MEZZO_USE_MPI": "OFF",
              "CMAKE_INSTALL_DATADIR": "share"})
         toolchain.generate()
 

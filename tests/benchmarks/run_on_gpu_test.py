@@ -49,7 +49,7 @@ CMAKE = """case $1 in
 esac
 echo "cmake $* for ${TORCH_CUDA_ARCH_LIST:-any} with $(readlink .deps/libtorch) and $(command -v nvcc)" >>built
 [ -z "${BUILD_FAILS:-}" ] || { echo "error: no rule" >&2; exit 1; }
-case $* in *gpu-compile*) folder=build/gpu-compile ;; *) folder=build/gpu ;; esac
+case $* in *cuda-compile*) folder=build/cuda-compile ;; *) folder=build/cuda ;; esac
 mkdir -p $folder/tests/cuda $folder/benchmarks/cuda $folder/examples/bert_ner
 cp fakes/googletest $folder/tests/cuda/mezzo_cuda_tests
 cp fakes/googletest $folder/tests/cuda/mezzo_cuda_aten_tests
@@ -72,8 +72,8 @@ class Card:
 
     def __init__(self, folder):
         self.root = pathlib.Path(folder)
-        for part in ("bootstrap", "benchmarks/run_on_gpu.py", "benchmarks/gpu_machine.py", "benchmarks/pack_for_gpu.py",
-                     "benchmarks/cuda/torch_amp_bench.py", "benchmarks/cuda/bert_ner_torch.py", "cmake/requirements.txt"):
+        for part in ("bootstrap", "benchmarks/run_on_gpu.py", "benchmarks/check_gpu_environment.py", "benchmarks/pack_for_gpu.py",
+                     "benchmarks/cuda/torch_amp_bench.py", "benchmarks/cuda/bert_ner_torch.py", "bootstrap-requirements.txt"):
             (self.root / part).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / part, self.root / part)
         for folder in (".deps/model", ".deps/venv/bin", "mine/share/cmake/Torch", "mine/lib", "fakes"):
@@ -143,16 +143,16 @@ class Bootstrap(unittest.TestCase):
     def test_goes_all_the_way(self):
         done = self.card.bootstrap(TORCH_CUDA_ARCH_LIST="7.5 8.0 9.0 10.0+PTX")
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
-        self.assertIn("cmake --workflow --preset gpu for 9.0 with " + str(self.card.root / "mine"), self.card.text("built"))
+        self.assertIn("cmake --workflow --preset cuda for 9.0 with " + str(self.card.root / "mine"), self.card.text("built"))
         for line in ("# NVIDIA H100 80GB HBM3", "| tests, mezzo's kernels | ok | s | 1 passed |",
                      "| compute-sanitizer memcheck | ok | s | 0 errors |", "| compute-sanitizer initcheck | ok | s | 0 errors |",
                      "| 1.00 | 0.75 | step | mezzo | 0.100 | 0.200 | 50 | 2 |",
                      "| 2.50 | 0.30 | step | ATen | 0.250 | 0.300 | 80 | - |",
-                     "| 1.00 | main job, bf16 | mezzo | 0.5000 | 1000 | 1000 |"):
+                     "| 1.00 | BERT NER, bf16 | mezzo | 0.5000 | 1000 | 1000 |"):
             self.assertIn(line, self.card.page())
-        self.assertRegex(self.card.text("benchmarks/results/gpu.md"), "- main job, bf16, Python's torch.amp: .* has no torch")
+        self.assertRegex(self.card.text("benchmarks/results/gpu.md"), "- BERT NER, bf16, Python's torch.amp: .* has no torch")
         parts = re.findall("^== (.*?): at most", self.card.text("benchmarks/results/gpu.log"), re.MULTILINE)
-        self.assertLess(parts.index("main job, bf16"), parts.index("compute-sanitizer memcheck"))
+        self.assertLess(parts.index("BERT NER, bf16"), parts.index("compute-sanitizer memcheck"))
 
     def test_says_that_the_driver_is_too_old(self):
         self.assert_ends_with("the driver 570.86.15 is older than 580, which libtorch for CUDA 13 needs", DRIVER="570.86.15")
@@ -198,13 +198,13 @@ class Bootstrap(unittest.TestCase):
         self.card.write("fakes/bert_ner", "echo 'CUDA error: out of memory' >&2; exit 1")
         done = self.card.bootstrap()
         self.assertEqual(done.returncode, 1)
-        self.assertIn("failed: main job, fp32, main job, tf32, main job, fp16, main job, bf16", done.stdout)
+        self.assertIn("failed: BERT NER, fp32, BERT NER, tf32, BERT NER, fp16, BERT NER, bf16", done.stdout)
         self.assertIn("CUDA error: out of memory", done.stdout)
 
     def test_names_a_part_that_does_not_start(self):
         self.card.write("fakes/cuda_bench", "exit 0")
         self.card.bootstrap()
-        (self.card.root / "build/gpu/benchmarks/cuda/cuda_bench").unlink()
+        (self.card.root / "build/cuda/benchmarks/cuda/cuda_bench").unlink()
         done = subprocess.run(["python3", "benchmarks/run_on_gpu.py", "bench"], cwd=self.card.root, capture_output=True,
                               text=True, check=False, env=self.card.environment())
         self.assertEqual(done.returncode, 1)

@@ -77,7 +77,7 @@ def deb(source, build, cmake):
     if not shutil.which("dpkg-deb"):
         absent("dpkg-deb")
     run(cmake, "-S", source, "-B", build / "tree", "-DMEZZO_BUILD_TESTS=OFF", "-DMEZZO_BUILD_EXAMPLES=OFF",
-        "-DMEZZO_MPI=OFF")
+        "-DMEZZO_USE_MPI=OFF")
     run(Path(cmake).parent / "cpack", "-G", "DEB", "-B", build, cwd=build / "tree")
     (package,) = build.glob("libmezzo-dev_*_all.deb")
     run("dpkg-deb", "--extract", package, build / "root")

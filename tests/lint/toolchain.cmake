@@ -7,7 +7,7 @@ file(WRITE "${BUILD}/project/CMakeLists.txt"
   "cmake_minimum_required(VERSION 3.25)\nproject(user LANGUAGES CXX)\nadd_subdirectory(\"${SOURCE}\" mezzo)\n")
 file(REMOVE_RECURSE "${BUILD}/build")
 execute_process(
-  COMMAND ${CMAKE_COMMAND} -S "${BUILD}/project" -B "${BUILD}/build" -G "${GENERATOR}" -DMEZZO_CUDA=COMPILE_ONLY
+  COMMAND ${CMAKE_COMMAND} -S "${BUILD}/project" -B "${BUILD}/build" -G "${GENERATOR}" -DMEZZO_USE_CUDA=COMPILE_ONLY
           "-DCMAKE_TOOLCHAIN_FILE=${BUILD}/toolchain.cmake" "-DCMAKE_MAKE_PROGRAM=${MAKE_PROGRAM}"
           "-DCMAKE_PREFIX_PATH=${TORCH}" -DCMAKE_BUILD_TYPE=Release
   RESULT_VARIABLE failed OUTPUT_VARIABLE said ERROR_VARIABLE said)

@@ -6,7 +6,7 @@ set(VCPKG_BUILD_TYPE release)  # there are headers alone
 get_filename_component(SOURCE_PATH "${CMAKE_CURRENT_LIST_DIR}/../../../.." ABSOLUTE)
 vcpkg_cmake_configure(
   SOURCE_PATH "${SOURCE_PATH}"
-  OPTIONS -DMEZZO_BUILD_TESTS=OFF -DMEZZO_BUILD_EXAMPLES=OFF -DMEZZO_MPI=OFF -DCMAKE_INSTALL_DATADIR=share)
+  OPTIONS -DMEZZO_BUILD_TESTS=OFF -DMEZZO_BUILD_EXAMPLES=OFF -DMEZZO_USE_MPI=OFF -DCMAKE_INSTALL_DATADIR=share)
 vcpkg_cmake_install()
 vcpkg_cmake_config_fixup(CONFIG_PATH share/cmake/mezzo)
 file(REMOVE_RECURSE "${CURRENT_PACKAGES_DIR}/lib" "${CURRENT_PACKAGES_DIR}/share/licenses")

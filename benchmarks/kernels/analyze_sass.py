@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
 """Reads what nvcc made of mezzo's CUDA kernels: a table of each kernel on each architecture.
 
-    sass.py [--architectures 80,86,89,90,100,120]   compiles the kernels, prints the table
-    sass.py --check                                 fails where a kernel misses a goal (missed_goals)
+    analyze_sass.py [--architectures 80,86,89,90,100,120]   compiles the kernels, prints the table
+    analyze_sass.py --check                                 fails where a kernel misses a goal (missed_goals)
 
 Registers, stack, shared memory and local accesses (a spill is one) are of the whole kernel. Instructions an element are
 counted in its pack loop, on the shortest way round that moves whole packs only: nothing published or cleared,
 no tail, and of divisions and roots the way without a subnormal number. A warp has an instruction for each of them to issue,
 whether its predicate holds or not.
 
-Needs nvcc and cuobjdump, on PATH, in CUDA's usual folder or in .deps/venv (cmake/requirements.txt pins PyPI's).
+Needs nvcc and cuobjdump, on PATH, in CUDA's usual folder or in .deps/venv (bootstrap-requirements.txt pins PyPI's).
 """
 
 import argparse

@@ -2,7 +2,7 @@
 // DistributedDataParallel stands on) over the same MpiBackend and over the plainest one, and the
 // loop that libtorch's C++ example has, one all-reduce a parameter after the pass:
 //
-//     mpiexec -n 4 data_parallel_mpi_bench [ROUNDS]
+//     mpiexec -n 4 ddp_mpi_bench [ROUNDS]
 //
 // One thread a rank. "MB sent" is what a ring sends from each rank: of an all-reduce twice, of a
 // reduce-scatter and of an all-gather once (N - 1) / N of the bucket. "begun early" is the share of

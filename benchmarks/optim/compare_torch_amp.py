@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Puts Python's torch.amp with AdamW(fused=True) beside mezzo's AdamW, on the same shapes.
 
-    beside_torch_amp.py build/bench/benchmarks/adamw_bench
+    compare_torch_amp.py build/bench/benchmarks/adamw_bench
 
 From the end of backward to updated parameters: unscale_, clip_grad_norm_, step, update, gradients
 cleared in place. The two programs take turns, for each of them wants all cores; ratios are the

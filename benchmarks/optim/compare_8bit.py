@@ -2,7 +2,7 @@
 """Puts 8-bit AdamW of Python, bitsandbytes' and torchao's, beside mezzo's, on the same shapes.
 
     pip install bitsandbytes==0.50.2 torchao
-    beside_8bit.py build/bench/benchmarks/adamw_bench
+    compare_8bit.py build/bench/benchmarks/adamw_bench
 
 mezzo's time is that of the whole step: unscale, check, clip, update, gradients cleared. Python's is that of
 `optimizer.step()` alone, in float weights. The programs take turns, for each of them wants all cores; ratios are the
@@ -16,7 +16,7 @@ import sys
 import time
 
 import torch
-from beside_torch_amp import MODELS
+from compare_torch_amp import MODELS
 
 TURNS = 3
 ROUNDS = 5  # of each program within a turn, after two that warm up

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Checks this machine for ./bootstrap gpu, before anything is downloaded or built: GPU, driver, nvcc and libtorch.
 
-    gpu_machine.py LIBTORCH
+    check_gpu_environment.py LIBTORCH
 
 LIBTORCH is a libtorch's folder, or the word `wheel` for the one that is to be downloaded, with an nvcc that fits it.
 Prints the compute capability to compile for, that of the first GPU. Ends with 1 where something does not fit, and says
@@ -17,7 +17,7 @@ import sys
 OLDEST_DRIVER = {12: "525.60", 13: "580"}
 
 
-REQUIREMENTS = pathlib.Path(__file__).resolve().parent.parent / "cmake" / "requirements.txt"
+REQUIREMENTS = pathlib.Path(__file__).resolve().parent.parent / "bootstrap-requirements.txt"
 
 
 class Misfit(Exception):
@@ -94,7 +94,7 @@ def main():
     try:
         print(check(gpus(), sys.argv[1], output_of("nvcc", "--version")))
     except Misfit as misfit:
-        sys.exit(f"gpu_machine.py: {misfit}")
+        sys.exit(f"check_gpu_environment.py: {misfit}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""What bounds each of mezzo's CUDA kernels on each card: derived from the table of sass.py, not measured.
+"""What bounds each of mezzo's CUDA kernels on each card: derived from the table of analyze_sass.py, not measured.
 
-    ./bootstrap sass >sass.txt; bounds.py sass.txt
+    ./bootstrap sass >sass.txt; roofline.py sass.txt
 
 An element takes a kernel as long as the slowest of five resources needs for it: memory its bytes, a multiprocessor's
 four schedulers its instructions (one a clock each, for 32 threads), and the units for integers, for double precision
@@ -18,7 +18,7 @@ import dataclasses
 import pathlib
 import sys
 
-import sass
+import analyze_sass
 
 
 @dataclasses.dataclass
@@ -67,17 +67,17 @@ def table_of(rows):
     counted = {(row["kernel"], row["sm"]): row for row in rows if "instructions" in row}
     kernels = sorted({kernel for kernel, _ in counted if "large table" not in kernel})
     lines = ["derived, not measured: the slowest resource, and its time over memory's", "",
-             f"{'':{sass.WIDTH}} " + " ".join(f"{name:>12}" for name in CARDS)]
+             f"{'':{analyze_sass.WIDTH}} " + " ".join(f"{name:>12}" for name in CARDS)]
     for kernel in kernels:
         cells = []
         for card in CARDS.values():
             row = counted.get((kernel, card.sm))
             cells.append("-" if row is None else "{} {:.2f}".format(*bound_of(row, card)))
-        lines.append(f"{kernel:{sass.WIDTH}} " + " ".join(f"{cell:>12}" for cell in cells))
+        lines.append(f"{kernel:{analyze_sass.WIDTH}} " + " ".join(f"{cell:>12}" for cell in cells))
     return "\n".join(lines)
 
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit(__doc__)
-    print(table_of(sass.rows_of_table(pathlib.Path(sys.argv[1]).read_text())))
+    print(table_of(analyze_sass.rows_of_table(pathlib.Path(sys.argv[1]).read_text())))

@@ -1,7 +1,7 @@
 // Several processes train one model in mixed precision, each on its part of every batch; with
 // --zero1 each keeps the optimizer's state of its part of the weights alone:
 //
-//     mpirun -np 2 ./data_parallel [--zero1]
+//     mpirun -np 2 ./ddp [--zero1]
 //
 // Exits with 1 if the loss did not fall, or if the processes end with different weights.
 #include <mezzo/distributed/distributed_data_parallel.h>
