@@ -1,4 +1,4 @@
-/// What the blocks of docs/diagnosis.md share. See debugging_page.py.
+/// What the blocks of docs/debugging.md share. See debugging_page.py.
 #pragma once
 
 #include <mezzo/checkpoint.h>

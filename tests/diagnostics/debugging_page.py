@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Makes a test of each C++ block in docs/diagnosis.md.
+"""Makes a test of each C++ block in docs/debugging.md.
 
     debugging_page.py PAGE OUTPUT
 

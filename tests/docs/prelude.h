@@ -67,7 +67,7 @@ struct Graph {
 extern Graph graph;
 mezzo::StepResult iterate();
 }  // namespace page_cuda
-namespace page_diagnosis {
+namespace page_debugging {
 struct Batch {
   torch::Tensor x, y;
 };
@@ -76,7 +76,7 @@ extern mezzo::MetricsLogger logger;
 extern mezzo::RunReport report;
 extern mezzo::TrainingState state;
 extern mezzo::CheckpointManager checkpoints;
-}  // namespace page_diagnosis
+}  // namespace page_debugging
 namespace page_checkpoints {
 struct Loader {
   std::int64_t position() const;
@@ -87,17 +87,17 @@ extern std::uint32_t seed;
 extern mezzo::TrainingState state;
 extern mezzo::CheckpointManager checkpoints;
 }  // namespace page_checkpoints
-namespace page_data_parallel {
+namespace page_distributed {
 extern mezzo::TrainingState state;
 extern mezzo::DistributedCheckpointManager checkpoints;
 extern std::int64_t steps;
 extern volatile std::sig_atomic_t asked_to_end;
 void train_one_step();
-}  // namespace page_data_parallel
+}  // namespace page_distributed
 namespace page_optimizers {
 extern Net averaged_model;
 }
-namespace page_doctor {
+namespace page_precision_check {
 extern torch::Tensor batch;
 }
 

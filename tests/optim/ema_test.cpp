@@ -72,7 +72,7 @@ struct AveragedModel {
   bool is_first = true;
 };
 
-// What docs/porting.md says of AveragedModel.
+// What docs/migration.md says of AveragedModel.
 TEST(Ema, IsTorchsAveragedModelWithAnEmaThatWasUpdatedAtConstruction) {
   AveragedModel theirs, without_an_update_at_construction;
   torch::Tensor parameter = weight({8});

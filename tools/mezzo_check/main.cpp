@@ -1,5 +1,5 @@
 /// \file
-/// mezzo-check: what low precision will do to a TorchScript model. See docs/doctor.md.
+/// mezzo-check: what low precision will do to a TorchScript model. See docs/precision-check.md.
 #include <mezzo/base/detail/dtype_names.h>
 #include <mezzo/diagnostics/precision_check.h>
 

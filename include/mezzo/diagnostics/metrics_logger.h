@@ -529,7 +529,7 @@ class TensorBoardWriter {
 /// and memory, and what other tools print. The page needs no network and no script, follows the
 /// reader's light or dark setting, and fits a phone.
 ///
-/// docs/diagnosis.md ("What did the run do?") has a loop that writes one.
+/// docs/debugging.md ("What did the run do?") has a loop that writes one.
 class RunReport {
  public:
   /// Begins an empty report.

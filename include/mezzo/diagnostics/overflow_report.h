@@ -162,7 +162,7 @@ struct OverflowReportOptions {
 /// names that buffer instead of gradients: no step repairs it.
 ///
 /// A report sees what `.grad` holds when the scaler tells of the skip, at `update`: zero with
-/// StepOptions::zero_grad, and a later step's on a device. docs/diagnosis.md ("Why was that step
+/// StepOptions::zero_grad, and a later step's on a device. docs/debugging.md ("Why was that step
 /// skipped?") has a loop that asks at the very step. Ranks that average their gradients all have
 /// the same ones: let one write, with `{.stream = rank == 0 ? &std::cerr : nullptr}`.
 class OverflowReport {
@@ -395,7 +395,7 @@ struct DivergenceMonitorOptions {
 /// or less, and for a loss that is inf or NaN. After such a sign it reads weights and gradients,
 /// which waits for the device, and tells what is not finite, at most once in 1000 steps: it names
 /// what it saw and what to try next, and claims a cause only of a weight that was inf or NaN from
-/// the start: docs/diagnosis.md ("My loss scale collapses") has a table of it.
+/// the start: docs/debugging.md ("My loss scale collapses") has a table of it.
 ///
 /// A record whose step is not above the last one's is that of a run that went back to a checkpoint:
 /// the watch may report again at once. Gradients are read as find_overflow does, and are a later

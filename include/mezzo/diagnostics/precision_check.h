@@ -1,6 +1,6 @@
 /// \file
-/// The doctor: what will low precision do to this model, on this machine? docs/doctor.md has
-/// examples.
+/// The doctor: what will low precision do to this model, on this machine? docs/precision-check.md
+/// has examples.
 #pragma once
 
 #include <mezzo/autocast/autocast_guard.h>
@@ -46,7 +46,7 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
-/// All that was found. docs/doctor.md lists the topics of findings.
+/// All that was found. docs/precision-check.md lists the topics of findings.
 struct PrecisionReport {
   c10::Device device = c10::Device(c10::DeviceType::CPU);  ///< that was asked for
   at::ScalarType dtype = at::kBFloat16;                    ///< that the model was looked at for

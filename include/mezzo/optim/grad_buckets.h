@@ -49,7 +49,7 @@ struct FlatGradBucket {
 /// Keeps the gradients of a set of parameters in buffer buffers, by device and dtype, so that ranks
 /// exchange a few long messages, and the kernels that unscale, check and take norms walk a few long
 /// rows (on CUDA with fewer launches) in place of one for each parameter. After a backward pass
-/// call copy_grads_to_buckets(); docs/data-parallel.md has the loop.
+/// call copy_grads_to_buckets(); docs/distributed.md has the loop.
 ///
 /// Buckets are in reverse order of the parameters, roughly the order in which a backward pass makes
 /// gradients. Use them from one thread at a time.

@@ -180,7 +180,7 @@ TEST(OpOverrides, RunsABannedOpInFloatWhereItIsDenied) {
   EXPECT_EQ(overrides.cast_policy("binary_cross_entropy", torch::kCUDA), CastPolicy::fp32);
 }
 
-/// As docs/porting.md says: libtorch's layers call addmm and matmul, and not linear.
+/// As docs/migration.md says: libtorch's layers call addmm and matmul, and not linear.
 TEST(OpOverrides, ReachesLinearLayersByTheOpsThatTheyCall) {
   torch::nn::Linear model(4, 4);
   const torch::Tensor input = torch::rand({2, 4});
