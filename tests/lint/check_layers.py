@@ -16,7 +16,7 @@ FLOORS = [
     ["kernels"],
     ["optim", "autocast"],
     ["scaling"],
-    ["levels", "diagnostics", "checkpoint", "distributed"],
+    ["opt_levels", "diagnostics", "checkpoint", "distributed"],
 ]
 # Files of many ranks are files.
 EXCEPTIONS = {("distributed", "checkpoint")}
