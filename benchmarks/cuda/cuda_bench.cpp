@@ -23,6 +23,7 @@
 
 #include <mezzo/autocast/autocast_guard.h>
 #include <mezzo/kernels/compute_grad_stats.h>
+#include <mezzo/kernels/unscale.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/adamw8bit.h>
 #include <mezzo/optim/lion.h>

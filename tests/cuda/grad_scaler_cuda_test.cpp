@@ -1,7 +1,7 @@
 // GradScaler on a GPU, through ATen's kernels and, where mezzo::cuda is linked, through
 // mezzo's.
 
-#include <mezzo/kernels/compute_grad_stats.h>
+#include <mezzo/kernels/unscale.h>
 #include <mezzo/scaling/grad_scaler.h>
 
 #include <torch/torch.h>

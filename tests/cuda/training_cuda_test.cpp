@@ -5,6 +5,7 @@
 #include <mezzo/diagnostics/metrics_logger.h>
 #include <mezzo/diagnostics/overflow_report.h>
 #include <mezzo/kernels/compute_grad_stats.h>
+#include <mezzo/kernels/unscale.h>
 #include <mezzo/kernels/optimizer_step_cpu.h>
 #include <mezzo/kernels/sgd_functor.h>
 #include <mezzo/kernels/weight_formats.h>

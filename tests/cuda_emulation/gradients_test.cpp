@@ -3,6 +3,7 @@
 // of a sum can change where something is.
 
 #include <mezzo/kernels/compute_grad_stats.h>
+#include <mezzo/kernels/unscale.h>
 #include <mezzo/kernels/cuda/gradients.cuh>
 #include <mezzo/kernels/update_scale.h>
 #include <mezzo/optim/grad_buckets.h>

@@ -2,6 +2,7 @@
 // odd tails, misaligned starts, values at the edges of the formats.
 
 #include <mezzo/kernels/compute_grad_stats.h>
+#include <mezzo/kernels/unscale.h>
 #include <mezzo/kernels/work_chunks.h>
 
 #include <torch/torch.h>

@@ -1,6 +1,6 @@
 // What runs on other devices, walked with CPU and "meta" tensors in their place.
 
-#include <mezzo/kernels/compute_grad_stats.h>
+#include <mezzo/kernels/unscale.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/sgd.h>
 #include <mezzo/scaling/grad_scaler.h>
