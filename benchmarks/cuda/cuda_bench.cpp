@@ -45,7 +45,7 @@
 #include <utility>
 #include <vector>
 
-#include "../../tests/cuda/gpu.h"
+#include "../../tests/cuda/cuda_device.h"
 #include "../encoder.h"
 #include "../optim/shapes.h"
 

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "../support/special_values.h"
-#include "on_gpu.h"
+#include "cuda_test.h"
 
 namespace {
 
@@ -22,9 +22,9 @@ using cuda_test::kGpu;
 using mezzo::GradScaler;
 using mezzo::GradScalerOptions;
 
-class GradScalerCuda : public cuda_test::OnGpu {};
+class GradScalerCuda : public cuda_test::CudaTest {};
 
-TEST_F(GradScalerCuda, UnscalesAsTheCpuDoesWithoutASync) {
+TEST_F(GradScalerCuda, UnscaleMatchesCpuWithoutSync) {
   auto gradients = cuda_test::mixed_gradients();
   std::vector<torch::Tensor> expected;
   for (const auto& gradient : gradients) expected.push_back(gradient.cpu());
@@ -43,7 +43,7 @@ TEST_F(GradScalerCuda, UnscalesAsTheCpuDoesWithoutASync) {
   }
 }
 
-TEST_F(GradScalerCuda, FindsOneBadElementAnywhereAndProductsThatOverflow) {
+TEST_F(GradScalerCuda, FindsNonfiniteElementsAndProducts) {
   const auto found = [](const std::vector<torch::Tensor>& gradients, float inv_scale) {
     auto found_inf = torch::zeros({}, kGpu);
     mezzo::detail::unscale_and_check_(gradients, found_inf, torch::full({}, inv_scale, kGpu));
@@ -59,7 +59,7 @@ TEST_F(GradScalerCuda, FindsOneBadElementAnywhereAndProductsThatOverflow) {
   EXPECT_TRUE(found({torch::zeros({5}, kGpu)}, kInfinity));
 }
 
-TEST_F(GradScalerCuda, UpdatesAsTheRuleDoesWithoutASync) {
+TEST_F(GradScalerCuda, UpdateMatchesOptionsWithoutSync) {
   const auto rule = GradScalerOptions::dynamic({.init_scale = 64,
                                                 .growth_factor = 3,
                                                 .growth_interval = 2,
@@ -84,7 +84,7 @@ TEST_F(GradScalerCuda, UpdatesAsTheRuleDoesWithoutASync) {
   }
 }
 
-TEST_F(GradScalerCuda, HandlesParametersOnTheCpuAndTheGpuTogether) {
+TEST_F(GradScalerCuda, SupportsCpuAndGpuParameters) {
   const auto make = [](torch::Device device) {
     const auto x = torch::zeros({2}, torch::device(device).requires_grad(true));
     x.mutable_grad() = torch::full({2}, 8.0F, device);
@@ -109,7 +109,7 @@ TEST_F(GradScalerCuda, HandlesParametersOnTheCpuAndTheGpuTogether) {
   EXPECT_EQ(scaler.get_scale(), 4.0);
 }
 
-TEST_F(GradScalerCuda, HysteresisIsAnErrorOrWorks) {
+TEST_F(GradScalerCuda, HysteresisNeedsMezzoKernels) {
   GradScaler scaler({.init_scale = 8, .hysteresis = 2});
   const auto loss = torch::zeros({}, kGpu);
   if (!cuda_test::has_mezzo_kernels()) {
@@ -131,7 +131,7 @@ TEST_F(GradScalerCuda, HysteresisIsAnErrorOrWorks) {
 }
 
 // The weight's gradient is the input times the scale, in half: 20000 x 4 is an inf, 5 x 4 is not.
-TEST_F(GradScalerCuda, RunsInsideACudaGraph) {
+TEST_F(GradScalerCuda, RunsInCudaGraph) {
   const auto stream = cuda_test::new_stream();
   const c10::StreamGuard guard(stream);  // before anything is filled, which is its work
   const auto half = torch::dtype(torch::kHalf).device(kGpu);

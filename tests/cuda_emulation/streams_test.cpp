@@ -19,20 +19,20 @@
 #include <utility>
 #include <vector>
 
-#include "host_gpu.h"
+#include "emulated_gpu.h"
 
 namespace {
 
 using emulated_gpu::Fault;
 using emulated_gpu::Graph;
 
-class Streams : public testing::TestWithParam<uint64_t> {
+class EmulatedStream : public testing::TestWithParam<uint64_t> {
  protected:
   void SetUp() override { emulated_gpu::begin(GetParam()); }
   void TearDown() override { emulated_gpu::run_all(); }
 };
 
-INSTANTIATE_TEST_SUITE_P(Orders, Streams, testing::Range(uint64_t{0}, uint64_t{8}));
+INSTANTIATE_TEST_SUITE_P(Orders, EmulatedStream, testing::Range(uint64_t{0}, uint64_t{8}));
 
 at::Tensor on_gpu(double value, int index = 0) {
   return at::full({}, value, at::device(emulated_gpu::device(index)).dtype(at::kFloat));
@@ -40,7 +40,7 @@ at::Tensor on_gpu(double value, int index = 0) {
 
 at::Tensor pinned(double value) { return at::full({}, value, at::kFloat).pin_memory(); }
 
-TEST_P(Streams, OpsRunInTheOrderOfTheirStream) {
+TEST_P(EmulatedStream, RunsOpsInOrder) {
   const at::Tensor x = on_gpu(1);
   for (int i = 0; i < 20; ++i) x.mul_(2).add_(1);
   at::Tensor expected = at::ones({});
@@ -53,7 +53,7 @@ TEST_P(Streams, OpsRunInTheOrderOfTheirStream) {
 }
 
 // Seen in some of a hundred orders, or the other tests would prove nothing.
-TEST(StreamsOfManyOrders, NothingOrdersTwoStreamsButAnEvent) {
+TEST(EmulatedStreamOrder, OnlyEventsOrderStreams) {
   std::set<float> seen;
   for (uint64_t seed = 0; seed < 100; ++seed) {
     emulated_gpu::begin(seed);
@@ -71,7 +71,7 @@ TEST(StreamsOfManyOrders, NothingOrdersTwoStreamsButAnEvent) {
   EXPECT_EQ(seen, (std::set<float>{11, 20}));
 }
 
-TEST(StreamsOfManyOrders, CopiesOfPinnedMemoryAreLate) {
+TEST(EmulatedStreamOrder, PinnedCopiesAreAsynchronous) {
   std::set<float> seen;
   for (uint64_t seed = 0; seed < 100; ++seed) {
     emulated_gpu::begin(seed);
@@ -100,7 +100,7 @@ c10::Stream current_stream() {
 }
 
 // Also where the device is done with it long since: CUDA promises no more.
-TEST_P(Streams, TheHostSeesPinnedMemoryBehindAnEventThatHasCome) {
+TEST_P(EmulatedStream, PinnedWriteVisibleAfterEvent) {
   for (const auto& write : kWrites) {
     at::Tensor place = pinned(1);
     c10::Event before(c10::kPrivateUse1);
@@ -119,7 +119,7 @@ TEST_P(Streams, TheHostSeesPinnedMemoryBehindAnEventThatHasCome) {
   }
 }
 
-TEST_P(Streams, TheHostSeesPinnedMemoryBehindAWaitOrAnotherStreamsEvent) {
+TEST_P(EmulatedStream, PinnedWriteVisibleAfterSync) {
   for (const auto& write : kWrites) {
     at::Tensor place = pinned(1);
     write(place);
@@ -138,8 +138,8 @@ TEST_P(Streams, TheHostSeesPinnedMemoryBehindAWaitOrAnotherStreamsEvent) {
   }
 }
 
-TEST_P(Streams, AKernelThatWritesFreedPinnedMemoryIsAFault) {
-  emulated_gpu::Held held(current_stream());
+TEST_P(EmulatedStream, ThrowsForWriteToFreedPinnedMemory) {
+  emulated_gpu::StreamBlocker held(current_stream());
   {
     at::Tensor place = pinned(1);
     launch_write(place);
@@ -148,7 +148,7 @@ TEST_P(Streams, AKernelThatWritesFreedPinnedMemoryIsAFault) {
   EXPECT_THROW(emulated_gpu::run_all(), Fault);
 }
 
-TEST_P(Streams, ALetterMayBeFreedBeforeItsKernelHasRun) {
+TEST_P(EmulatedStream, PinnedValuesMayBeFreedEarly) {
   const at::Tensor number = on_gpu(1);
   {
     const at::Tensor letter =
@@ -159,7 +159,7 @@ TEST_P(Streams, ALetterMayBeFreedBeforeItsKernelHasRun) {
   EXPECT_NO_THROW(emulated_gpu::run_all());
 }
 
-TEST_P(Streams, MemoryIsPinnedInACaptureByLeaveOnly) {
+TEST_P(EmulatedStream, PinningInCaptureNeedsRelaxedMode) {
   const c10::StreamGuard guard(emulated_gpu::new_stream());
   Graph graph;
   emulated_gpu::capture(graph, [] {
@@ -169,7 +169,7 @@ TEST_P(Streams, MemoryIsPinnedInACaptureByLeaveOnly) {
   });
 }
 
-TEST_P(Streams, AStreamWaitsForAnEvent) {
+TEST_P(EmulatedStream, WaitsForEvent) {
   const at::Tensor x = on_gpu(1);
   const c10::Stream other = emulated_gpu::new_stream();
   c10::Event event(c10::kPrivateUse1);
@@ -180,7 +180,7 @@ TEST_P(Streams, AStreamWaitsForAnEvent) {
   EXPECT_EQ(x.add(1).item<float>(), 11);
 }
 
-TEST_P(Streams, ACaptureRunsNothingAndForbidsWhatCudaForbids) {
+TEST_P(EmulatedStream, CaptureRecordsAndThrowsForForbiddenCalls) {
   const at::Tensor x = on_gpu(1);
   c10::Event outside(c10::kPrivateUse1);
   Graph graph;
@@ -207,7 +207,7 @@ TEST_P(Streams, ACaptureRunsNothingAndForbidsWhatCudaForbids) {
   EXPECT_EQ(x.item<float>(), 3);
 }
 
-TEST_P(Streams, ACaptureTakesInStreamsThatComeBack) {
+TEST_P(EmulatedStream, CaptureIncludesForkedStreams) {
   const at::Tensor x = on_gpu(1);
   const at::Tensor y = on_gpu(0);
   emulated_gpu::run_all();
@@ -237,7 +237,7 @@ TEST_P(Streams, ACaptureTakesInStreamsThatComeBack) {
   EXPECT_THROW(torn.capture_end(), Fault);
 }
 
-TEST_P(Streams, MemoryIsNanUntilItIsWritten) {
+TEST_P(EmulatedStream, NewMemoryIsNan) {
   const auto options = at::device(emulated_gpu::device()).dtype(at::kFloat);
   const void* address = nullptr;
   {

@@ -50,14 +50,14 @@ struct UnscaleKernel {
   }
 };
 
-using UnscaleLoop = bool (*)(const void* from, void* to, int64_t count, double inv_scale);
+using UnscaleKernelFn = bool (*)(const void* from, void* to, int64_t count, double inv_scale);
 
 template <class Element>
-UnscaleLoop get_unscale_kernel(CpuIsa isa) {
+UnscaleKernelFn get_unscale_kernel(CpuIsa isa) {
   return kernel_for_isa<UnscaleKernel, Element>(isa);
 }
 
-inline UnscaleLoop get_unscale_kernel(at::ScalarType dtype, CpuIsa isa) {
+inline UnscaleKernelFn get_unscale_kernel(at::ScalarType dtype, CpuIsa isa) {
   return for_gradient_dtype(
       dtype, [isa]<class Element>(Element) { return get_unscale_kernel<Element>(isa); });
 }

@@ -1,7 +1,7 @@
-"""Writes block8.txt: what bitsandbytes' own CPU function makes of blocks that block8_test.cpp makes too.
+"""Writes blockwise_quant.txt: what bitsandbytes' own CPU function makes of blocks that blockwise_quant_test.cpp makes too.
 
     pip install bitsandbytes==0.50.2 torch==2.11.0
-    python block8.py > block8.txt
+    python blockwise_quant.py > blockwise_quant.txt
 
 The values go in as float64, for which bitsandbytes looks for the nearest code. For float32 it asks a
 table of rounded values, which misses the nearest code in most blocks; the last line counts how often.

@@ -16,8 +16,8 @@
 #include <utility>
 #include <vector>
 
-#include "host_gpu.h"
-#include "host_gpu_queue.h"
+#include "emulated_gpu.h"
+#include "emulated_gpu_queue.h"
 
 namespace emulated_gpu {
 namespace {
@@ -213,7 +213,7 @@ void copy_now(const at::Tensor& to, const at::Tensor& from) {
 void copy_from_host(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   const c10::Stream stream = current_stream(to.device());
   const bool is_late = is_pinned(from.const_data_ptr());
-  if (!is_late && capture_of(stream) != 0) throw Fault("a copy of pageable memory in a capture");
+  if (!is_late && capture_id_of(stream) != 0) throw Fault("a copy of pageable memory in a capture");
   const at::Tensor source = is_late ? alias_of(from) : from.clone();
   std::vector<const void*> pinned;
   if (is_late) pinned.push_back(from.const_data_ptr());
@@ -226,7 +226,7 @@ void copy_from_host(const at::Tensor& from, const at::Tensor& to, bool non_block
 void copy_to_host(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   const c10::Stream stream = current_stream(from.device());
   const bool is_late = non_blocking && is_pinned(to.const_data_ptr());
-  if (!is_late && capture_of(stream) != 0) throw Fault("a copy to pageable memory in a capture");
+  if (!is_late && capture_id_of(stream) != 0) throw Fault("a copy to pageable memory in a capture");
   const auto copy = [source = alias_of(from), target = alias_of(to)] { copy_now(target, source); };
   std::vector<const void*> pinned;
   if (is_late) pinned.push_back(to.const_data_ptr());
@@ -256,7 +256,7 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
 }
 
 void record_stream(at::Tensor& tensor, at::Stream stream) {
-  record_use(tensor.storage().data_ptr(), stream);
+  record_stream(tensor.storage().data_ptr(), stream);
 }
 
 /// Lets a module move to the device in place.

@@ -11,8 +11,8 @@
 #include <utility>
 #include <vector>
 
-#include "host_gpu.h"
-#include "host_gpu_queue.h"
+#include "emulated_gpu.h"
+#include "emulated_gpu_queue.h"
 
 namespace emulated_gpu {
 namespace {
@@ -75,7 +75,7 @@ class DeviceMemory final : public c10::Allocator {
   }
 
   Block* take(const c10::Stream& stream, std::size_t bytes) {
-    const uint64_t capture = capture_of(stream);
+    const uint64_t capture = capture_id_of(stream);
     std::vector<Block*>& free = free_[{stream.device_index(), stream.id(), capture}];
     for (auto at = free.rbegin(); at != free.rend(); ++at) {
       if ((*at)->bytes != bytes) continue;
@@ -94,7 +94,7 @@ class DeviceMemory final : public c10::Allocator {
     const std::lock_guard lock(mutex());
     for (const c10::StreamId user : block->users) {
       block->are_done.push_back(
-          when_done(c10::Stream(c10::Stream::UNSAFE, block->stream.device(), user)));
+          make_query(c10::Stream(c10::Stream::UNSAFE, block->stream.device(), user)));
     }
     block->users.clear();
     if (!block->are_done.empty()) {
@@ -105,7 +105,7 @@ class DeviceMemory final : public c10::Allocator {
   }
 
   void take_back(Block* block) {
-    const bool is_replayed = block->capture != 0 || capture_of(block->stream) != 0;
+    const bool is_replayed = block->capture != 0 || capture_id_of(block->stream) != 0;
     if (!is_replayed) {
       enqueue(
           block->stream, [block] { std::memset(block->memory, kNan, block->bytes); }, Kind::poison);
@@ -133,7 +133,7 @@ class PinnedMemory final : public at::HostAllocator {
  public:
   c10::DataPtr allocate(std::size_t bytes) override {
     const std::lock_guard lock(mutex());
-    forbid_in_capture("memory is pinned");
+    check_not_capturing("memory is pinned");
     auto* const memory = static_cast<char*>(std::malloc(bytes + 1));
     all_[memory] = {bytes + 1, false, {}, {}};
     return {memory, memory, &PinnedMemory::free, c10::kCPU};
@@ -185,7 +185,8 @@ class PinnedMemory final : public at::HostAllocator {
     Allocation& allocation = the().all_.at(static_cast<char*>(memory));
     allocation.is_freed = true;
     for (const auto& [index, id] : allocation.users) {
-      allocation.are_done.push_back(when_done(c10::Stream(c10::Stream::UNSAFE, device(index), id)));
+      allocation.are_done.push_back(
+          make_query(c10::Stream(c10::Stream::UNSAFE, device(index), id)));
     }
   }
 
@@ -203,13 +204,13 @@ std::pair<char*, std::size_t> pinned_block(const void* memory) {
 }
 bool is_pinned(const void* memory) { return pinned_block(memory).first != nullptr; }
 
-void record_use(const c10::DataPtr& memory, const c10::Stream& stream) {
+void record_stream(const c10::DataPtr& memory, const c10::Stream& stream) {
   const std::lock_guard lock(mutex());
   if (memory.get() == nullptr || memory.get_deleter() != DeviceMemory::kDeleter()) return;
   auto* const block = static_cast<Block*>(memory.get_context());
   if (block->stream != stream) block->users.insert(stream.id());
 }
 
-void check_ends_of_memory() { DeviceMemory::the().check_ends(); }
+void check_guard_bytes() { DeviceMemory::the().check_ends(); }
 
 }  // namespace emulated_gpu
