@@ -60,12 +60,12 @@ TEST_F(GradScalerCuda, FindsNonfiniteElementsAndProducts) {
 }
 
 TEST_F(GradScalerCuda, UpdateMatchesOptionsWithoutSync) {
-  const auto rule = GradScalerOptions::dynamic({.init_scale = 64,
+  const auto options = GradScalerOptions::dynamic({.init_scale = 64,
                                                 .growth_factor = 3,
                                                 .growth_interval = 2,
                                                 .min_scale = 8,
                                                 .max_scale = 300});
-  auto state = rule.initial_state();
+  auto state = options.initial_state();
   const auto count = torch::dtype(torch::kInt).device(kGpu);
   const mezzo::detail::ScaleTensors tensors{torch::full({}, state.scale, kGpu),
                                             torch::empty({}, kGpu), torch::zeros({}, count),
@@ -75,9 +75,9 @@ TEST_F(GradScalerCuda, UpdateMatchesOptionsWithoutSync) {
     const auto flag = torch::full({}, found_inf ? 1.0F : 0.0F, kGpu);
     {
       const ForbidSync forbid;
-      mezzo::detail::update_scale_(rule, tensors, flag);
+      mezzo::detail::update_scale_(options, tensors, flag);
     }
-    state = rule.next(state, found_inf);
+    state = options.next(state, found_inf);
     EXPECT_EQ(tensors.scale.item<float>(), state.scale);
     EXPECT_EQ(tensors.inverse.item<float>(), 1.0F / state.scale);
     EXPECT_EQ(tensors.growth_tracker.item<int32_t>(), state.growth_tracker);

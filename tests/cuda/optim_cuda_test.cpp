@@ -280,14 +280,14 @@ void expect_cpu_steps(const OptimizerCase& optimizer, const StorageCase& storage
 TEST_F(OptimCuda, EveryOptimizerAndStorageMatchesCpu) {
   for_each_optimizer(optimizer_cases(),
                      [](const OptimizerCase& optimizer, const StorageCase& storage) {
-                       expect_cpu_steps(rule, storage, Twins::kNoClipping);
+                       expect_cpu_steps(optimizer, storage, Twins::kNoClipping);
                      });
 }
 
 TEST_F(OptimCuda, ClippedStepsMatchCpu) {
   for_each_optimizer({optimizer_cases()[0]},
                      [](const OptimizerCase& optimizer, const StorageCase& storage) {
-                       expect_cpu_steps(rule, storage, 3.0);
+                       expect_cpu_steps(optimizer, storage, 3.0);
                      });
 }
 
