@@ -61,10 +61,10 @@ TEST_F(GradScalerCuda, FindsNonfiniteElementsAndProducts) {
 
 TEST_F(GradScalerCuda, UpdateMatchesOptionsWithoutSync) {
   const auto options = GradScalerOptions::dynamic({.init_scale = 64,
-                                                .growth_factor = 3,
-                                                .growth_interval = 2,
-                                                .min_scale = 8,
-                                                .max_scale = 300});
+                                                   .growth_factor = 3,
+                                                   .growth_interval = 2,
+                                                   .min_scale = 8,
+                                                   .max_scale = 300});
   auto state = options.initial_state();
   const auto count = torch::dtype(torch::kInt).device(kGpu);
   const mezzo::detail::ScaleTensors tensors{torch::full({}, state.scale, kGpu),
