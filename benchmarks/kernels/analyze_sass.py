@@ -293,8 +293,8 @@ def kernel_of(demangled):
 
 def demangled(names):
     tool = shutil.which("c++filt") or sys.exit("c++filt, of binutils, is missing")
-    said = subprocess.run([tool], input="\n".join(names), capture_output=True, text=True, check=True).stdout
-    return dict(zip(names, said.splitlines()))
+    output = subprocess.run([tool], input="\n".join(names), capture_output=True, text=True, check=True).stdout
+    return dict(zip(names, output.splitlines()))
 
 
 def rows_of(architecture, sass, usage):

@@ -1,5 +1,5 @@
-// Gradient summaries, buckets and dropped micro-batches on a GPU, through ATen's kernels and, where
-// mezzo::cuda is linked, through mezzo's: what the CPU says of the same gradients.
+// GradStats, GradBuckets and dropped micro-batches on a GPU against the CPU, with mezzo's kernels
+// if the program links mezzo::cuda, otherwise ATen's.
 
 #include <mezzo/kernels/compute_grad_stats.h>
 #include <mezzo/optim/grad_buckets.h>

@@ -1,5 +1,4 @@
-// GradScaler on a GPU, through ATen's kernels and, where mezzo::cuda is linked, through
-// mezzo's.
+// GradScaler on a GPU, with mezzo's kernels if the program links mezzo::cuda, otherwise ATen's.
 
 #include <mezzo/kernels/unscale.h>
 #include <mezzo/scaling/grad_scaler.h>
@@ -130,10 +129,10 @@ TEST_F(GradScalerCuda, HysteresisNeedsMezzoKernels) {
   EXPECT_EQ(scales, (std::vector<double>{8, 4, 2}));
 }
 
-// The weight's gradient is the input times the scale, in half: 20000 x 4 is an inf, 5 x 4 is not.
+// The weight's float16 gradient is the input times the scale: 20000 x 4 is inf, 5 x 4 is not.
 TEST_F(GradScalerCuda, RunsInCudaGraph) {
   const auto stream = cuda_test::new_stream();
-  const c10::StreamGuard guard(stream);  // before anything is filled, which is its work
+  const c10::StreamGuard guard(stream);  // before tensors are filled, on this stream
   const auto half = torch::dtype(torch::kHalf).device(kGpu);
   const auto weight = torch::ones({1}, torch::device(kGpu).requires_grad(true));
   const auto input = torch::full({1}, 5.0F, half);

@@ -161,10 +161,10 @@ struct ParameterPairs {
   }
 };
 
-/// Expects results bitwise identical to the CPU's on the emulated GPU, whose kernels the same
-/// compiler compiles, unless gradients are clipped: the last bits of a norm depend on the order of
-/// its sum. On a GPU `pow` and contracted products may differ in the last bit, so one in a hundred
-/// 16-bit elements may differ by two units.
+/// On the emulated GPU, which the same compiler compiles, expects results bitwise identical to the
+/// CPU's, unless gradients are clipped: the last bits of a norm depend on the order of its sum. On
+/// a GPU `pow` and contraction may change the last bit, so one in a hundred 16-bit elements may
+/// differ by two units.
 void expect_same(const Tensor& gpu, const Tensor& cpu, bool is_clipped) {
   if (cuda_test::kIsEmulated && cuda_test::has_mezzo_kernels() && !is_clipped) {
     EXPECT_TRUE(test_support::bitwise_equal(gpu.cpu(), cpu))
@@ -179,7 +179,7 @@ void expect_same(const Tensor& gpu, const Tensor& cpu, bool is_clipped) {
                 : dtype == torch::kFloat ? 1.2e-7
                 : dtype == torch::kHalf  ? 9.8e-4
                                          : 7.9e-3;
-  if (dtype == torch::kDouble && is_clipped) unit = 1e-8;  // a norm of squares summed in float
+  if (dtype == torch::kDouble && is_clipped) unit = 1e-8;  // a norm of squares summed in float32
   if (!cuda_test::has_mezzo_kernels()) unit = std::max(unit, 1e-6);
   const Tensor allowed = (wide.abs() + 0.01) * (unit * (is_small ? 2.1 : 16));
   EXPECT_TRUE(difference.le(allowed).all().item<bool>())
@@ -223,7 +223,7 @@ class Twins {
         gpu_scaler_.update();
       };
       if (i == 0) {
-        step();  // makes the state
+        step();  // creates the state
       } else {
         const ForbidSync forbid;
         step();
@@ -242,7 +242,7 @@ class Twins {
     expect_same(parameters_.gpu, parameters_.cpu, max_norm != kNoClipping);
   }
 
-  /// The CPU's optimizer continues from the GPU's archive.
+  /// Loads the GPU optimizer's archive in the CPU optimizer.
   void move_to_cpu() {
     const torch::NoGradGuard no_grad;
     std::stringstream archive;
@@ -388,7 +388,7 @@ TEST_F(OptimCuda, LambMatchesCpuWithoutSync) {
   }
 }
 
-// Muon multiplies in bfloat16, and the GPU adds products in another order than the CPU.
+// Muon multiplies in bfloat16, and the GPU sums products in another order.
 TEST_F(OptimCuda, MuonMatchesCpu) {
   Tensors cpu, gpu;
   for (const auto& sizes : std::vector<std::vector<int64_t>>{{16, 16}, {40, 30}, {8, 64}}) {
@@ -410,9 +410,8 @@ TEST_F(OptimCuda, MuonMatchesCpu) {
   }
 }
 
-// Launches of a step: the gradient summary, its reduction, the update, the step counts, the numbers
-// for the host, and the next scale. A table of the summary or the update holds 300 tensors, and a
-// table of step counts 480.
+// Launches of a step: GradStats, their merge, the update, the step counts, the result, and the next
+// scale. A launch of GradStats or the update holds 300 tensors, and one of step counts 480.
 TEST_F(KernelsCuda, LaunchCountsFollowMetadataCapacity) {
   for (const int count : {1, 10, 400, 2000}) {
     Tensors parameters;
@@ -435,14 +434,13 @@ TEST_F(KernelsCuda, LaunchCountsFollowMetadataCapacity) {
   }
 }
 
-// A whole step, captured once and replayed through overflows and growth, and through a scale that
-// was set from outside, with the CPU beside it.
+// A captured step, replayed through overflows, growth and a scale set in between, against the CPU.
 TEST_F(OptimCuda, RunsInCudaGraph) {
   const auto stream = cuda_test::new_stream();
-  const c10::StreamGuard guard(stream);  // before anything is filled, which is its work
+  const c10::StreamGuard guard(stream);  // before tensors are filled, on this stream
   test_support::Training cpu(torch::kCPU), gpu(kGpu);
   cpu.iterate();
-  gpu.iterate();  // makes the state
+  gpu.iterate();  // creates the state
   stream.synchronize();
   cuda_test::Graph graph;
   graph.capture_begin();

@@ -1,5 +1,5 @@
-// Training on a GPU apart from the step itself: streams, threads, pending results, averages, master
-// weights, telemetry, reports, checkpoints and buckets.
+// Training on a GPU beyond the step itself: streams, threads, pending results, EMA, MasterWeights,
+// metrics, reports, checkpoints and GradBuckets.
 
 #include <mezzo/checkpoint/checkpoint.h>
 #include <mezzo/diagnostics/metrics_logger.h>
@@ -60,7 +60,7 @@ TEST_F(TrainingCuda, StepWaitsForSideStreamGradients) {
   mezzo::optim::SGD optimizer({x}, torch::optim::SGDOptions(1.0));
   GradScaler scaler({.init_scale = 2});
   (void)scaler.scale(torch::zeros({}, kGpu));
-  scaler.step(optimizer, {.max_norm = 1e9});  // makes the state, and loads the kernels
+  scaler.step(optimizer, {.max_norm = 1e9});  // creates the state and loads the kernels
   scaler.update();
   x.mutable_grad().fill_(1000);
   side.synchronize();
@@ -94,7 +94,7 @@ TEST_F(TrainingCuda, ResultsInFlightReportTheirSteps) {
   std::vector<mezzo::StepResult> results;
   const auto is_bad = [](int i) { return i % 10 == 7; };
   (void)scaler.scale(torch::zeros({}, kGpu));
-  scaler.step(optimizer, {.max_norm = 1e9});  // makes the state
+  scaler.step(optimizer, {.max_norm = 1e9});  // creates the state
   scaler.update();
   {
     cuda_test::BusyStream busy;
@@ -120,7 +120,7 @@ TEST_F(TrainingCuda, ResultsInFlightReportTheirSteps) {
   }
   cuda_test::synchronize();
   x.mutable_grad().copy_(scaler.scale(filled(1)));
-  scaler.step(optimizer);  // reports what has arrived
+  scaler.step(optimizer);  // reports completed results
   scaler.update();
   EXPECT_EQ(skipped_at, expected_skips);
 }
@@ -152,7 +152,7 @@ TEST_F(TrainingCuda, FourThreadsTrainOnSeparateStreams) {
   for (const std::string& error : errors) EXPECT_EQ(error, "");
 }
 
-// --- Averages, master weights, buckets ---------------------------------------------------------
+// --- EMA, MasterWeights, GradBuckets -----------------------------------------------------------
 
 /// Trains on both devices: `make(device)` returns the object that is passed to `step(value, ...)`.
 template <class Make, class Step, class Compare>
@@ -217,7 +217,7 @@ TEST_F(TrainingCuda, MasterWeightsStepTorchOptimizer) {
       });
 }
 
-// Backward passes of a module into flat buffers, whole steps of them.
+// Training steps with gradients in flat buffers.
 TEST_F(TrainingCuda, GradBucketsTrainWholeSteps) {
   struct Bucketed {
     explicit Bucketed(torch::Device device)
@@ -294,7 +294,7 @@ TEST_F(TrainingCuda, OverflowReportNamesParameter) {
   EXPECT_EQ(overflow.parameters[0].first_index, (std::vector<int64_t>{2, 1}));
 }
 
-// A checkpoint holds the step counts that captured steps have advanced on the device.
+// A checkpoint contains step counts that captured steps advanced on the device.
 TEST_F(TrainingCuda, CheckpointAfterCaptureResumes) {
   const test_support::TempDir folder;
   const c10::Stream stream = cuda_test::new_stream();

@@ -22,16 +22,17 @@
 namespace cuda_emulation {
 namespace {
 
-constexpr std::size_t kStackBytes = 128 * 1024;  // of which the system gives what is touched
-constexpr std::size_t kStackStride = kStackBytes + 4096 + 320;  // or all tops share a cache's set
+constexpr std::size_t kStackBytes = 128 * 1024;  // committed when touched
+constexpr std::size_t kStackStride =
+    kStackBytes + 4096 + 320;  // otherwise all tops share a cache set
 constexpr int kWarp = 32;
 constexpr int kMaxThreads = 1024;
 constexpr int64_t kMaxBlocks = 2147483647;
 
 #if defined(__x86_64__)
 
-// Leaves the registers that a callee saves on one stack and takes them from the other. (swapcontext
-// asks the system for its signal mask, which takes as long as a hundred of these.)
+// Saves callee-saved registers on one stack and restores them from the other. swapcontext also
+// makes a system call for the signal mask, which takes a hundred times as long.
 extern "C" void mezzo_switch_fiber(void** from, void* to);
 asm(".text\n"
     ".type mezzo_switch_fiber,@function\n"
@@ -48,8 +49,8 @@ struct Context {
 
   void prepare(char* stack, void (*entry)()) {
     auto* top = reinterpret_cast<uint64_t*>(stack + kStackBytes);
-    *--top = 0;  // where entry would return to; and 16-byte alignment
-    *--top = reinterpret_cast<uint64_t>(entry);  // where the switch returns to
+    *--top = 0;                                  // return address of entry; 16-byte alignment
+    *--top = reinterpret_cast<uint64_t>(entry);  // return address of the switch
     for (int i = 0; i < 6; ++i) *--top = 0;
     stack_pointer = top;
   }
@@ -75,10 +76,10 @@ struct Context {
 
 #endif
 
-/// Thrown in a thread of a block that failed, to unwind its stack.
+/// Unwinds the stacks of threads of a failed block.
 struct BlockAborted {};
 
-std::string place_of(const std::source_location& where) {
+std::string to_string(const std::source_location& where) {
   return std::string(where.file_name()) + ":" + std::to_string(where.line());
 }
 
@@ -96,13 +97,13 @@ struct Thread {
   int lanes = 0;
 };
 
-/// The stacks of a system's thread, which blocks use one after the other.
+/// Fiber stacks of a host thread, reused by its blocks.
 class Stacks {
  public:
   Stacks()
       : memory_(static_cast<char*>(mmap(nullptr, kBytes, PROT_READ | PROT_WRITE,
                                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0))) {
-    if (memory_ == MAP_FAILED) throw std::runtime_error("no memory for the stacks of a block");
+    if (memory_ == MAP_FAILED) throw std::runtime_error("mmap of fiber stacks failed");
   }
   ~Stacks() { munmap(memory_, kBytes); }
   Stacks(const Stacks&) = delete;
@@ -135,7 +136,7 @@ class Block {
       if (ready_.empty()) release_block();
       if (failure_ == nullptr) resume(next());
     }
-    abandon();
+    abort();
     current_block = nullptr;
     if (failure_ != nullptr) std::rethrow_exception(failure_);
   }
@@ -149,7 +150,7 @@ class Block {
   uint64_t warp_shuffle(unsigned mask, uint64_t word, int lanes,
                         const std::source_location& where) {
     if (mask != 0xFFFFFFFFU)
-      throw Fault("a shuffle with another mask than all lanes: " + place_of(where));
+      throw Fault("a shuffle with another mask than all lanes: " + to_string(where));
     Thread& self = thread(running_);
     self.word = word;
     self.lanes = lanes;
@@ -224,16 +225,16 @@ class Block {
     if (is_aborted_) throw BlockAborted();
   }
 
-  /// Where all lanes are there.
+  /// Executes the shuffle if all lanes of the warp have reached it.
   void release_warp(int warp) {
     const int first = warp * kWarp;
-    if (first + kWarp > size()) return;  // lanes are missing
+    if (first + kWarp > size()) return;  // an incomplete warp
     const Thread& model = thread(first);
     for (int i = first; i < first + kWarp; ++i) {
       const Thread& other = thread(i);
-      const bool is_there = other.state == State::at_shuffle && other.lanes == model.lanes &&
-                            is_same_location(other.where, model.where);
-      if (!is_there) return;
+      const bool has_arrived = other.state == State::at_shuffle && other.lanes == model.lanes &&
+                               is_same_location(other.where, model.where);
+      if (!has_arrived) return;
     }
     uint64_t words[kWarp];
     for (int i = 0; i < kWarp; ++i) words[i] = thread(first + i).word;
@@ -245,16 +246,16 @@ class Block {
     }
   }
 
-  /// Nobody can run: the whole block waits at one barrier, or never goes on.
+  /// Called if no thread can run: all must wait at one barrier, otherwise the block is deadlocked.
   void release_block() {
     int waiting = 0;
     while (thread(waiting).state == State::ended) ++waiting;
     const Thread& model = thread(waiting);
     for (int i = 0; i < size(); ++i) {
       const Thread& other = thread(i);
-      const bool is_there =
+      const bool has_arrived =
           other.state == model.state && is_same_location(other.where, model.where);
-      if (!is_there) return fail(i, waiting);
+      if (!has_arrived) return fail(i, waiting);
     }
     if (model.state == State::at_shuffle) return fail(waiting, waiting);
     released_flag_ = std::exchange(any_flag_, false);
@@ -267,20 +268,20 @@ class Block {
   }
 
   void fail(int number, int other) {
-    const auto said = [&](int i) {
+    const auto describe = [&](int i) {
       const Thread& one = thread(i);
-      const std::string who = "thread " + std::to_string(i);
-      if (one.state == State::ended) return who + " has ended";
-      return who + (one.state == State::at_barrier ? " waits at the barrier " : " shuffles at ") +
-             place_of(one.where);
+      const std::string name = "thread " + std::to_string(i);
+      if (one.state == State::ended) return name + " has ended";
+      return name + (one.state == State::at_barrier ? " waits at the barrier " : " shuffles at ") +
+             to_string(one.where);
     };
-    failure_ =
-        std::make_exception_ptr(Fault("block " + std::to_string(number_) +
-                                      " never goes on: " + said(number) + ", " + said(other)));
+    failure_ = std::make_exception_ptr(Fault("block " + std::to_string(number_) +
+                                             " is deadlocked: " + describe(number) + ", " +
+                                             describe(other)));
   }
 
-  /// Unwinds the stacks of a failed block's threads, but for those that never began.
-  void abandon() {
+  /// Unwinds the stacks of a failed block's threads that began.
+  void abort() {
     is_aborted_ = true;
     for (int i = 0; i < size(); ++i) {
       if (thread(i).where.line() != 0 && thread(i).state != State::ended) resume(i);
@@ -311,7 +312,7 @@ struct SharedMemory {
   std::size_t bytes;
 };
 
-/// What the kernels that ran on this system's thread have.
+/// Shared memory of all kernels that ran on this host thread.
 std::vector<SharedMemory>& shared_memories() {
   static thread_local std::vector<SharedMemory> memories;
   return memories;

@@ -1,5 +1,5 @@
-// The devices' memory and pinned memory, none of which is ever given back to the system: what is
-// used too late is seen, and harms nobody else.
+// Device memory and pinned memory. Nothing is returned to the system, so that a use after free is
+// detected and harmless.
 
 #include <algorithm>
 #include <cstddef>
@@ -18,7 +18,7 @@ namespace emulated_gpu {
 namespace {
 
 constexpr std::size_t kAlignment = 512;
-constexpr std::size_t kEnd = 64;  // bytes behind each block that nobody may write
+constexpr std::size_t kEnd = 64;  // guard bytes after each block
 constexpr int kNobodys = 0xAB;
 constexpr int kNan = 0xFF;
 
@@ -29,8 +29,8 @@ struct Block {
   std::size_t bytes;
   c10::Stream stream;
   uint64_t capture;
-  std::set<c10::StreamId> users;                // others than its own stream
-  std::vector<std::function<bool()>> are_done;  // once it is freed
+  std::set<c10::StreamId> users;                // besides its own stream
+  std::vector<std::function<bool()>> are_done;  // queries of its streams, after it was freed
 
   Pool pool() const { return {stream.device_index(), stream.id(), capture}; }
 };
@@ -158,8 +158,8 @@ class PinnedMemory final : public at::HostAllocator {
     static auto* const memory = new PinnedMemory;
     return *memory;
   }
-  /// Begin and bytes of the allocation around `memory`, if it still is one: nobody freed it, or it
-  /// was freed while a stream that was recorded used it.
+  /// Returns begin and size of the allocation that contains `memory`, if it was not freed, or freed
+  /// while a recorded stream used it.
   std::pair<char*, std::size_t> block_of(const void* memory) const {
     auto at = all_.upper_bound(const_cast<char*>(static_cast<const char*>(memory)));
     if (at == all_.begin()) return {nullptr, 0};
@@ -177,7 +177,7 @@ class PinnedMemory final : public at::HostAllocator {
     std::size_t bytes;
     bool is_freed;
     std::set<std::pair<c10::DeviceIndex, c10::StreamId>> users;
-    std::vector<std::function<bool()>> are_done;  // once it is freed
+    std::vector<std::function<bool()>> are_done;  // queries of its streams, after it was freed
   };
 
   static void free(void* memory) {

@@ -1,6 +1,4 @@
-// What CUDA forbids is a Fault on the GPUs that the host plays, and what it leaves open happens;
-// and what of mezzo's is between streams: copied tables, partial results of
-// buckets.
+// Emulated streams: calls that CUDA forbids throw a Fault, and all orders that CUDA permits occur.
 
 #include <mezzo/kernels/graph_capture.h>
 #include <mezzo/kernels/kernel_dispatch.h>
@@ -52,7 +50,7 @@ TEST_P(EmulatedStream, RunsOpsInOrder) {
   EXPECT_EQ(chosen.item<float>(), expected.item<float>());
 }
 
-// Seen in some of a hundred orders, or the other tests would prove nothing.
+// Races must show in some of a hundred orders; otherwise the other tests prove nothing.
 TEST(EmulatedStreamOrder, OnlyEventsOrderStreams) {
   std::set<float> seen;
   for (uint64_t seed = 0; seed < 100; ++seed) {
@@ -83,48 +81,48 @@ TEST(EmulatedStreamOrder, PinnedCopiesAreAsynchronous) {
   EXPECT_EQ(seen, (std::set<float>{1, 2}));
 }
 
-void write_kernel(float* place) { *place = 2.0F; }
+void write_kernel(float* memory) { *memory = 2.0F; }
 
-void launch_write(at::Tensor& place) {
+void launch_write(at::Tensor& memory) {
   const mezzo::detail::cuda::DeviceGuard guard(emulated_gpu::device());
   mezzo::detail::cuda::launch<write_kernel>(1, 1, mezzo::detail::cuda::current_stream(),
-                                            place.mutable_data_ptr<float>());
+                                            memory.mutable_data_ptr<float>());
 }
 
-/// Each way in which a device writes 2 into pinned memory.
+/// The ways in which a device writes 2 to pinned memory.
 const std::vector<std::function<void(at::Tensor&)>> kWrites{
-    launch_write, [](at::Tensor& place) { place.copy_(on_gpu(2), /*non_blocking=*/true); }};
+    launch_write, [](at::Tensor& memory) { memory.copy_(on_gpu(2), /*non_blocking=*/true); }};
 
 c10::Stream current_stream() {
   return c10::impl::VirtualGuardImpl(c10::kPrivateUse1).getStream(emulated_gpu::device());
 }
 
-// Also where the device is done with it long since: CUDA promises no more.
+// Even if the device has completed it: CUDA guarantees no more.
 TEST_P(EmulatedStream, PinnedWriteVisibleAfterEvent) {
   for (const auto& write : kWrites) {
-    at::Tensor place = pinned(1);
+    at::Tensor memory = pinned(1);
     c10::Event before(c10::kPrivateUse1);
     c10::Event behind(c10::kPrivateUse1);
     before.record(current_stream());
-    write(place);
+    write(memory);
     behind.record(current_stream());
     {
       const c10::StreamGuard other(emulated_gpu::new_stream());
       for (int i = 0; i < 10; ++i) EXPECT_EQ(on_gpu(3).item<float>(), 3);
     }
     before.synchronize();
-    EXPECT_EQ(place.item<float>(), 1);
+    EXPECT_EQ(memory.item<float>(), 1);
     behind.synchronize();
-    EXPECT_EQ(place.item<float>(), 2);
+    EXPECT_EQ(memory.item<float>(), 2);
   }
 }
 
 TEST_P(EmulatedStream, PinnedWriteVisibleAfterSync) {
   for (const auto& write : kWrites) {
-    at::Tensor place = pinned(1);
-    write(place);
+    at::Tensor memory = pinned(1);
+    write(memory);
     current_stream().synchronize();
-    EXPECT_EQ(place.item<float>(), 2);
+    EXPECT_EQ(memory.item<float>(), 2);
     at::Tensor again = pinned(1);
     write(again);
     const c10::Stream other = emulated_gpu::new_stream();
@@ -141,8 +139,8 @@ TEST_P(EmulatedStream, PinnedWriteVisibleAfterSync) {
 TEST_P(EmulatedStream, ThrowsForWriteToFreedPinnedMemory) {
   emulated_gpu::StreamBlocker held(current_stream());
   {
-    at::Tensor place = pinned(1);
-    launch_write(place);
+    at::Tensor memory = pinned(1);
+    launch_write(memory);
   }
   held.end();
   EXPECT_THROW(emulated_gpu::run_all(), Fault);

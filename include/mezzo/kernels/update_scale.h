@@ -27,7 +27,7 @@ struct ScaleTensors {
 
 /// Returns 1 / scale, correctly rounded, as torch.amp and at::reciprocal do. Computed in double: no
 /// compiler flag makes its division approximate, and its 53 bits of precision (at least 2 * 24 + 2)
-/// make the second rounding exact.
+/// make the double rounding innocuous.
 C10_HOST_DEVICE inline float inverse_scale(float scale) {
   return static_cast<float>(1.0 / static_cast<double>(scale));
 }
@@ -67,9 +67,9 @@ inline void update_scale_aten_(const GradScalerOptions& options, ScaleTensors te
   at::reciprocal_out(tensors.inverse, tensors.scale);
 }
 
-/// GradScalerOptions::next on a device: updates the state in place. `found_inf` is a float, not 0
-/// if an inf was found. All tensors have one element and are on one device. One launch with mezzo's
-/// kernel.
+/// Updates the state in place by GradScalerOptions::next; one launch with mezzo's CUDA kernels. All
+/// tensors have one element and are on one device. `found_inf` is float32, not 0 after an inf or
+/// NaN.
 inline void update_scale_(const GradScalerOptions& options, const ScaleTensors& tensors,
                           const at::Tensor& found_inf) {
   if (options.mode != LossScaleMode::dynamic) return;
