@@ -314,7 +314,7 @@ class GuardImpl final : public c10::impl::DeviceGuardImplInterface {
     machine.show(index);
   }
   void recordDataPtrOnStream(const c10::DataPtr& memory, const c10::Stream& stream) const override {
-    record_stream(memory, stream);
+    record_use(memory, stream);
   }
 
  private:

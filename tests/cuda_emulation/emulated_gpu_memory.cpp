@@ -204,7 +204,7 @@ std::pair<char*, std::size_t> pinned_block(const void* memory) {
 }
 bool is_pinned(const void* memory) { return pinned_block(memory).first != nullptr; }
 
-void record_stream(const c10::DataPtr& memory, const c10::Stream& stream) {
+void record_use(const c10::DataPtr& memory, const c10::Stream& stream) {
   const std::lock_guard lock(mutex());
   if (memory.get() == nullptr || memory.get_deleter() != DeviceMemory::kDeleter()) return;
   auto* const block = static_cast<Block*>(memory.get_context());

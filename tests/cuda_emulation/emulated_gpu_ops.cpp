@@ -256,7 +256,7 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
 }
 
 void record_stream(at::Tensor& tensor, at::Stream stream) {
-  record_stream(tensor.storage().data_ptr(), stream);
+  record_use(tensor.storage().data_ptr(), stream);
 }
 
 /// Permits moving a module to the device in place.

@@ -50,7 +50,7 @@ at::HostAllocator* pinned_memory();
 bool is_pinned(const void* memory);
 /// Returns begin and size of the pinned allocation that contains `memory`, or null.
 std::pair<char*, std::size_t> pinned_block(const void* memory);
-void record_stream(const c10::DataPtr& memory, const c10::Stream& stream);
+void record_use(const c10::DataPtr& memory, const c10::Stream& stream);
 void check_guard_bytes();
 
 }  // namespace emulated_gpu
