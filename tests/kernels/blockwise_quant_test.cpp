@@ -245,7 +245,7 @@ TEST(BlockwiseQuant, SubnormalBlockBecomesZero) {
   for (const CpuIsa isa : supported_isas()) {
     const Blocks blocks = quantize(true, std::vector<float>(20, 1e-40F), isa);
     EXPECT_EQ(blocks.absmax[0], 0.0F);
-    for (const float value : dequantize(true, own, isa)) ASSERT_EQ(value, 0.0F);
+    for (const float value : dequantize(true, blocks, isa)) ASSERT_EQ(value, 0.0F);
   }
 }
 
