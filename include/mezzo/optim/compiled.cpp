@@ -1,7 +1,7 @@
 // The rules, and all loops over gradients and parameters, compiled once: see
 // mezzo/optim/compiled.h.
 #include <mezzo/kernels/grad_stats_cpu.h>
-#include <mezzo/kernels/unscale_cpu.h>
+#include <mezzo/kernels/unscale.h>
 #include <mezzo/optim/compiled.h>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
