@@ -16,43 +16,42 @@
 namespace fuzz {
 namespace {
 
-void precision(std::string_view text) {
-  const auto precision = mezzo::MixedPrecisionPolicy::parse(text);
-  require(mezzo::MixedPrecisionPolicy::parse(precision.to_string()) == precision,
-          "a precision reads back what it printed");
+void mixed_precision_policy(std::string_view text) {
+  const auto policy = mezzo::MixedPrecisionPolicy::parse(text);
+  require(mezzo::MixedPrecisionPolicy::parse(policy.to_string()) == policy,
+          "a printed policy parses to an equal one");
 }
 
-/// A level, and after a comma a loss scale.
-void level(std::string_view text) {
+/// An optimization level, optionally followed by a comma and a loss scale.
+void opt_level(std::string_view text) {
   const auto name = take_until(text, ',');
   mezzo::OptLevelOverrides overrides;
   if (!text.empty()) overrides.loss_scale = mezzo::LossScaleArg(std::string(text));
   const auto level = mezzo::OptLevel::parse(name, overrides);
-  require(level.name() == name && !level.describe().empty(),
-          "a level has the name that it was given");
+  require(level.name() == name && !level.describe().empty(), "a level has the parsed name");
   const double scale = level.loss_scale().initial_state().scale;
   require(std::isfinite(scale) && scale > 0, "a loss scale is positive and finite");
 }
 
-void autocast(std::string_view text) {
-  const auto device = take_byte(text) % 2 == 0 ? c10::kCPU : c10::kCUDA;
-  const auto setting =
-      mezzo::detail::parse_mixed_precision(text, device, mezzo::detail::cpu_features());
-  require(setting.device_type == device && !setting.reason.empty(), "a setting has a reason");
+void autocast_variable(std::string_view text) {
+  const auto device_type = take_byte(text) % 2 == 0 ? c10::kCPU : c10::kCUDA;
+  const auto options =
+      mezzo::detail::parse_mixed_precision(text, device_type, mezzo::detail::cpu_features());
+  require(options.device_type == device_type && !options.reason.empty(), "options have a reason");
 }
 
 }  // namespace
 
-/// The first byte says which of the words that people write in flags and variables it is.
-void words(std::string_view bytes) {
+/// Values of flags and environment variables. The first byte selects the parser.
+void flags(std::string_view bytes) {
   try {
     switch (take_byte(bytes) % 4) {
       case 0:
-        return precision(bytes);
+        return mixed_precision_policy(bytes);
       case 1:
-        return level(bytes);
+        return opt_level(bytes);
       case 2:
-        return autocast(bytes);
+        return autocast_variable(bytes);
       default:
         static_cast<void>(mezzo::detail::parse_dtype(bytes));
     }

@@ -6,13 +6,14 @@
 
 namespace fuzz {
 
-/// The text of an OpOverrides: what is taken reads back from what it prints.
-void policy(std::string_view bytes) {
+/// The text of OpOverrides. If it parses, printing and parsing it again gives equal overrides.
+void op_overrides(std::string_view bytes) {
   try {
-    const auto policy = mezzo::OpOverrides::parse(bytes);
-    const auto again = mezzo::OpOverrides::parse(policy.to_string());
-    require(again.entries() == policy.entries(), "a policy reads back what it printed");
-    require(policy.with(again).entries() == policy.entries(), "a policy on itself changes nothing");
+    const auto overrides = mezzo::OpOverrides::parse(bytes);
+    const auto parsed_again = mezzo::OpOverrides::parse(overrides.to_string());
+    require(parsed_again.entries() == overrides.entries(), "printed overrides parse to equal ones");
+    require(overrides.with(parsed_again).entries() == overrides.entries(),
+            "merging equal overrides changes nothing");
   } catch (const c10::Error&) {
   }
 }
