@@ -8,10 +8,10 @@ TEST(Version, MatchesCMakeProjectVersion) {
   const std::string header = std::to_string(MEZZO_VERSION_MAJOR) + "." +
                              std::to_string(MEZZO_VERSION_MINOR) + "." +
                              std::to_string(MEZZO_VERSION_PATCH);
-  EXPECT_EQ(header, CMAKE_SAYS_VERSION);
+  EXPECT_EQ(header, MEZZO_CMAKE_VERSION);
 }
 
-// A program asks before it is compiled; the preprocessor has to understand it.
+// MEZZO_VERSION works in the preprocessor.
 #if MEZZO_VERSION < 100
 #error "MEZZO_VERSION is below 0.1.0"
 #endif
