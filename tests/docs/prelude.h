@@ -50,7 +50,7 @@ extern mezzo::optim::AdamW optimizer, opt_d, opt_g;
 extern torch::optim::SGD sgd;
 extern mezzo::LinearSchedule schedule;
 extern mezzo::StepResult result;
-extern mezzo::AutocastOptions setting;
+extern mezzo::AutocastOptions options;
 extern const mezzo::OpOverrides overrides;
 extern c10::intrusive_ptr<c10d::Backend> world;
 extern mezzo::DistributedDataParallel<Net> ddp;
