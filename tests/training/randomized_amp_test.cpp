@@ -1,5 +1,5 @@
-// Random programs of an Amp's calls at every level, with one or two optimizers and up to three
-// losses, beside plain loops that add up the gradients since the last step.
+// Compares random programs of Amp calls at every level, with one or two optimizers and up to three
+// losses, with a reference that accumulates the gradients since the last step.
 
 #include <mezzo/autocast/autocast_guard.h>
 #include <mezzo/checkpoint/checkpoint.h>
@@ -31,7 +31,7 @@ using mezzo::OptimizerRef;
 using mezzo::OptLevel;
 using test_support::save_to_string;
 
-/// A batch norm whose weight may have any shape; nothing calls it.
+/// A batch norm with a weight of any shape. It is never called.
 struct NormImpl : torch::nn::BatchNorm1dImpl {
   NormImpl() : BatchNorm1dImpl(1) {}
   void replace(const Tensor& parameter) { weight = parameters_["weight"] = parameter; }
@@ -48,7 +48,7 @@ struct WeightsImpl : torch::nn::Module {
     }
   }
 
-  /// Puts a parameter in place `i`, or behind all others.
+  /// Sets parameter `i`, or appends it.
   void put(std::size_t i, const ReferenceWeight& plain, const Tensor& parameter) {
     if (i == weights.size()) weights.emplace_back();
     weights[i] = parameter;
@@ -60,7 +60,7 @@ struct WeightsImpl : torch::nn::Module {
     if (plain.is_tied) set_parameter(name + " again", parameter);
   }
 
-  /// Returns the product of each weight and its factor; undefined where the factor is.
+  /// Returns the product of each weight and its factor, undefined if the factor is.
   std::vector<Tensor> forward(const std::vector<Tensor>& factors) {
     std::vector<Tensor> products;
     for (std::size_t i = 0; i < weights.size(); ++i) {
@@ -97,7 +97,7 @@ struct WeightsImpl : torch::nn::Module {
 };
 TORCH_MODULE(Weights);
 
-/// A loss's scale, and what is known of its iteration.
+/// The loss scale of a loss, and the state of its iteration.
 struct ReferenceLoss {
   double scale = 64;
   int64_t growth_tracker = 0;
@@ -105,9 +105,9 @@ struct ReferenceLoss {
   bool found = false;
 };
 
-/// What is known of an optimizer between its steps.
+/// The backward passes of an optimizer since its last step.
 struct ReferenceBackward {
-  std::optional<std::size_t> scaled_by{};  ///< the loss whose scale its gradients carry
+  std::optional<std::size_t> scaled_by{};  ///< the loss whose scale its gradients have
   bool awaits_step = false;
   bool has_true_gradients() const { return awaits_step && !scaled_by; }
 };
@@ -151,25 +151,25 @@ class AmpProgram : public Program {
   }
 
  private:
-  static constexpr double kMaxScale = 512;  // so that sums of eight losses are finite in half
-  static constexpr int64_t kMaxPasses = 8;  // which add up exactly in bfloat16
+  static constexpr double kMaxScale = 512;  // sums of eight scaled losses are finite in float16
+  static constexpr int64_t kMaxPasses = 8;  // their sums are exact in bfloat16
 
   struct Side {
     Weights model{nullptr};
     std::unique_ptr<torch::optim::Optimizer> optimizer{};
-    std::unique_ptr<torch::optim::OptimizerOptions> options{};  ///< as they were given
+    std::unique_ptr<torch::optim::OptimizerOptions> options{};  ///< before initialize
     std::optional<mezzo::LinearSchedule> schedule{};
     std::optional<mezzo::Ema> averages{};
     std::vector<Vector> reference_averages{};
     bool averages_masters = false;
-    bool has_options_of_file = false;  ///< which the defaults do not have
+    bool has_options_of_file = false;  ///< loaded options, which the defaults do not have
   };
   struct Saved {
     std::vector<std::string> optimizers{};
     std::vector<std::string> schedules{};
     std::vector<std::string> models{};
     std::string amp{};
-    mezzo::Amp::StateDict apex{};  ///< what Apex has of it
+    mezzo::Amp::StateDict apex{};  ///< the entries that Apex saves
     std::vector<ReferenceOptimizer> plain{};
     std::vector<ReferenceLoss> losses{};
   };
@@ -184,7 +184,6 @@ class AmpProgram : public Program {
   void set_parameter(std::size_t i, std::size_t j, const Tensor& parameter) override {
     sides_[i].model->put(j, reference_[i].weights[j], parameter);
   }
-  /// Whether the gradients of an optimizer are true ones, or none.
   bool has_unscaled_grads(std::size_t i) const override { return !passes_[i].scaled_by; }
   void reset_averages_and_saved_state(std::size_t i) override {
     saved_.reset();
@@ -215,7 +214,7 @@ class AmpProgram : public Program {
     return config;
   }
 
-  /// What the options that were given are at the present level.
+  /// The configuration before initialize at the present level.
   OptimizerConfig initial_config_at_level(OptimizerConfig config) const {
     config.dtype = model_dtype();
     const bool keeps_norms = is_16_bit(config.dtype) && level_->keep_batchnorm_fp32();
@@ -284,18 +283,18 @@ class AmpProgram : public Program {
   }
 
   void compare_scales() override {
-    if (reported_skips_ != expected_skips_) report_.fail("on_skip is told of other skips");
+    if (reported_skips_ != expected_skips_) report_.fail("on_skip was called for other skips");
     for (std::size_t loss = 0; loss < losses_.size(); ++loss) {
       const double scale = amp_->scaler(static_cast<int64_t>(loss)).get_scale();
       if (scale != losses_[loss].scale) {
-        report_.fail("the scale of loss ", loss, " is ", scale, "; right is ", losses_[loss].scale);
+        report_.fail("the scale of loss ", loss, " is ", scale, "; expected ", losses_[loss].scale);
       }
     }
   }
 
-  // --- What is right ---------------------------------------------------------------------------
+  // --- Reference -------------------------------------------------------------------------------
 
-  /// Checks gradients that carry the scale of a loss; they are true ones from here on.
+  /// Checks and unscales the gradients of an optimizer.
   bool reference_unscale_optimizer(std::size_t i) {
     ReferenceBackward& passes = passes_[i];
     ReferenceLoss& loss = losses_[*passes.scaled_by];
@@ -308,7 +307,7 @@ class AmpProgram : public Program {
     return found;
   }
 
-  /// Takes a loss's scale off all gradients that carry it, and moves it.
+  /// Unscales all gradients that have the scale of a loss, and updates the scale.
   void reference_unscale(std::size_t id) {
     for (std::size_t i = 0; i < passes_.size(); ++i) {
       if (passes_[i].scaled_by == id) reference_unscale_optimizer(i);
@@ -328,7 +327,7 @@ class AmpProgram : public Program {
     loss.is_checked = loss.found = false;
   }
 
-  // --- The calls -------------------------------------------------------------------------------
+  // --- Calls -----------------------------------------------------------------------------------
 
   void call() {
     const std::size_t i = random_optimizer_index();
@@ -338,7 +337,7 @@ class AmpProgram : public Program {
                  {2, [&] { drop_gradient(i); }},
                  {1,
                   [&] {
-                    region_.reset();  // whose cache of casts hears of no write but mezzo's
+                    region_.reset();  // its weight cache would be stale
                     modify_weight(i);
                   }},
                  {1, [&] { check_masters(i); }},
@@ -357,7 +356,7 @@ class AmpProgram : public Program {
                  {5, [&] { step(i); }}});
   }
 
-  /// Calls a model with a factor for each weight; those that have none are left out.
+  /// Calls a model with a factor for each weight. Weights without a factor are not used.
   std::vector<Tensor> forward(std::size_t i, const std::vector<std::optional<Vector>>& factors) {
     std::vector<Tensor> tensors;
     for (std::size_t j = 0; j < factors.size(); ++j) {
@@ -385,7 +384,7 @@ class AmpProgram : public Program {
     report_.line("scale_loss, loss ", id, delays ? ", delayed" : "",
                  throws ? ", which throws after backward" : "");
     count(throws ? "pass that throws" : delays ? "delayed pass" : "pass");
-    for (const std::size_t i : stepped) {  // other scales come off first
+    for (const std::size_t i : stepped) {  // unscales gradients of other losses first
       if (passes_[i].scaled_by.value_or(id) == id) continue;
       reference_unscale(*passes_[i].scaled_by);
       count("scale that moves before a pass");
@@ -419,7 +418,7 @@ class AmpProgram : public Program {
       }
     }
     const bool has_graph = loss.requires_grad();
-    // Then what the pass has brought is unscaled and joins what was there.
+    // The new gradients are unscaled and added to the stashed ones.
     const bool has_aside = std::any_of(stashed.begin(), stashed.end(),
                                        [](const auto& one) { return one.has_value(); });
     const bool is_unscaled = is_enabled_ && !throws && (!delays || has_aside);
@@ -445,15 +444,15 @@ class AmpProgram : public Program {
     try {
       amp_->scale_loss(loss, optimizers, options, [&](const Tensor& scaled) {
         if (has_graph) scaled.backward();
-        if (throws) throw std::runtime_error("as it should");
+        if (throws) throw std::runtime_error("expected");
       });
-      if (throws) report_.fail("it does not throw");
+      if (throws) report_.fail("no exception");
     } catch (const std::exception& exception) {
-      if (!throws) report_.fail("it throws: ", exception.what());
+      if (!throws) report_.fail("exception: ", exception.what());
     }
   }
 
-  /// A loss that overflowed holds for all of its optimizers.
+  /// A loss that overflowed makes all of its optimizers skip.
   void mark_bad(ReferenceOptimizer& side) {
     count("inf of one optimizer that another skips for");
     for (ReferenceWeight& one : side.weights) {
@@ -463,7 +462,7 @@ class AmpProgram : public Program {
     }
   }
 
-  /// Sets true gradients aside; none where the pass goes on from scaled ones.
+  /// Stashes unscaled gradients. Returns none if the gradients have the scale of the loss.
   std::optional<Gradients> reference_begin_backward(std::size_t i, std::size_t id) {
     if (!is_enabled_) return std::nullopt;
     const bool has_true_gradients = passes_[i].has_true_gradients();
@@ -511,11 +510,11 @@ class AmpProgram : public Program {
     });
   }
 
-  // --- Other parameters, evaluation, averages, gradients that no step can take -------------------
+  // --- Parameters, evaluation, averages, invalid gradients ---------------------------------------
 
   void add_weight(std::size_t i) {
     const ReferenceOptimizer& side = reference_[i];
-    // Of a new group's first step with a schedule, libtorch's optimizers know no factor.
+    // The schedule of a libtorch optimizer does not apply to the first step of a new group.
     if (side.config.has_schedule && !side.is_mixed_precision()) return;
     torch::ScalarType dtype = side.config.dtype;
     if (random_.one_in(3)) dtype = random_.one_in(2) ? torch::kFloat : torch::kDouble;
@@ -539,7 +538,7 @@ class AmpProgram : public Program {
     compare_products(i, values);
   }
 
-  /// Compares what a model computes with what it should compute from `values`.
+  /// Compares the output of a model with the expected one for weights `values`.
   void compare_products(std::size_t i, const std::vector<Vector>& values) {
     const std::vector<ReferenceWeight>& weights = reference_[i].weights;
     std::vector<std::optional<Vector>> factors;
@@ -564,18 +563,18 @@ class AmpProgram : public Program {
       const auto actual = products[j].item<double>();
       if (!is_close(actual, right, tolerance)) {
         report_.fail("weight ", j, " of optimizer ", i, " times ", format(*factors[j]), " is ",
-                     actual, "; right is ", right, ", within ", tolerance);
+                     actual, "; expected ", right, ", within ", tolerance);
       }
     }
   }
 
-  /// Averages take the place of the weights for a moment.
+  /// Replaces the weights by averages during an evaluation.
   void check_averages(std::size_t i) {
     Side& side = sides_[i];
     if (!side.averages)
       side.averages_masters = reference_[i].has_master_params() && random_.one_in(2);
     if (side.averages_masters) check_masters(i);
-    region_.reset();  // an EmaGuard begins and ends outside of regions
+    region_.reset();  // an EmaGuard must be outside autocast regions
     report_.line("EmaGuard of optimizer ", i, side.averages_masters ? ", of masters" : "");
     count("averages");
     if (!side.averages) {
@@ -620,20 +619,20 @@ class AmpProgram : public Program {
       Vector tolerance;
       for (const double one : right) tolerance.push_back(0x1p-20 * std::abs(one) + 1e-6);
       if (!are_close(actual, right, tolerance)) {
-        report_.fail("average ", j, " is ", format(actual), "; right is ", format(right));
+        report_.fail("average ", j, " is ", format(actual), "; expected ", format(right));
       }
       right = actual;
     }
   }
 
-  /// Whether a scale is taken off the gradients of another optimizer together with these.
+  /// Whether the gradients of the other optimizer have the same loss scale.
   bool shares_scale(std::size_t i) const {
     const std::size_t other = 1 - i;
     return other < passes_.size() && passes_[i].scaled_by &&
            passes_[i].scaled_by == passes_[other].scaled_by;
   }
 
-  /// Weights get other memory; those of 16 bits are float for a moment, as for a file for others.
+  /// Moves weights to new memory. 16-bit weights are float32 in between, as for an export.
   void reallocate_weights(std::size_t i) {
     report_.line("weights of optimizer ", i, " move");
     count("weights moved");
@@ -652,7 +651,7 @@ class AmpProgram : public Program {
     amp_.emplace(std::move(moved));
   }
 
-  /// A region of the caller's own around several calls.
+  /// Begins or ends an autocast region around several calls.
   void open_or_close_region() {
     if (!has_regions()) return;
     report_.line(region_ ? "the region ends" : "a region begins");
@@ -664,7 +663,7 @@ class AmpProgram : public Program {
 
   void step_with_bad_gradient(std::size_t i) {
     if (!reference_[i].config.is_mezzo && !is_enabled_) return;
-    if (shares_scale(i)) return;  // the other's may have lost it already
+    if (shares_scale(i)) return;  // the other optimizer's gradients may already be unscaled
     Program::step_with_bad_gradient(i, "amp.step",
                                     [&] { (void)amp_->step(optimizer(i), random_step_options()); });
   }
@@ -696,7 +695,7 @@ class AmpProgram : public Program {
     if (!throws) {
       ran = !is_enabled_ || side.is_finite();
       if (ran && !side.is_mixed_precision() && std::isfinite(options.max_norm)) {
-        side.clip_norm(side.norm(), options.max_norm);  // in place, as torch's own clipping
+        side.clip_norm(side.norm(), options.max_norm);  // in place, like clip_grad_norm_
         side.step(1);
       } else if (ran) {
         side.step(clip_factor(side.norm(), options.max_norm));
@@ -725,10 +724,10 @@ class AmpProgram : public Program {
     if (saves_often_ && !report_.failed() && random_.one_in(2)) save_or_load();
   }
 
-  // --- Files -----------------------------------------------------------------------------------
+  // --- Saving and loading ----------------------------------------------------------------------
 
   void save_or_load() {
-    for (std::size_t i = 0; i < passes_.size(); ++i) {  // a batch is given up for it
+    for (std::size_t i = 0; i < passes_.size(); ++i) {  // discards the batch
       if (passes_[i].awaits_step) zero_grad(i, "amp");
     }
     if (!saved_ || random_.one_in(3)) return save();
@@ -759,7 +758,7 @@ class AmpProgram : public Program {
   void load() {
     bool has_new_objects = random_.one_in(2);
     for (const ReferenceOptimizer& side : reference_)
-      has_new_objects |= !side.is_mixed_precision();  // torch's keeps old state
+      has_new_objects |= !side.is_mixed_precision();  // torch::optim keeps its old state
     report_.line("load", has_new_objects ? " into new objects" : "");
     count(has_new_objects ? "load into new objects" : "load");
     restore_reference(saved_->plain, has_new_objects);
@@ -803,7 +802,7 @@ class AmpProgram : public Program {
     return state;
   }
 
-  /// A file that is not of these objects changes nothing.
+  /// Loading the state of other objects throws and changes nothing.
   void load_wrong_state(std::size_t i) {
     if (random_.one_in(2)) {
       if (!is_enabled_) return;
@@ -842,14 +841,13 @@ class AmpProgram : public Program {
   std::optional<OptLevel> level_;
   int64_t interval_ = 2;
   bool saves_often_ = false;
-  std::vector<OptimizerConfig> drawn_configs_;  // of which a level makes what the optimizers get
+  std::vector<OptimizerConfig> drawn_configs_;  // before the level changes them
   std::vector<ReferenceBackward> passes_;
   std::vector<ReferenceLoss> losses_;
-  std::array<std::pair<double, int64_t>, 3>
-      expected_skips_{};  // the last one's scale, and how many
+  std::array<std::pair<double, int64_t>, 3> expected_skips_{};  // last scale and count of skips
   std::array<std::pair<double, int64_t>, 3> reported_skips_{};
-  std::array<int64_t, 2> backward_counts_{};  // passes since the gradients were cleared
-  std::array<bool, 2> must_zero_grad_{};      // gradients of a step are left
+  std::array<int64_t, 2> backward_counts_{};  // since zero_grad
+  std::array<bool, 2> must_zero_grad_{};      // .grad has the gradients of a step
   std::vector<Side> sides_;
   std::optional<Amp> amp_;
   std::optional<Saved> saved_;

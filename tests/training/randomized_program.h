@@ -1,16 +1,16 @@
-// Random programs of training steps: what a scaler's and an Amp's have in common.
+// Random training programs: the base class of the programs with a GradScaler and with an Amp.
 //
-// A program draws one or two optimizers (a Recipe each), and then some dozens of calls. For each
-// call it
+// A program draws one or two optimizers (an OptimizerConfig each), and then some dozens of calls.
+// For each call it
 //
-//   1. writes a line into its report, which is the program as text;
-//   2. says in plain loops over doubles (reference_training.h) what the call has to do, or that it throws;
+//   1. adds a line to its report, which is the program as text;
+//   2. computes the expected result with the reference (reference_training.h), or that the call throws;
 //   3. calls the library;
-//   4. compares every weight, gradient, count and scale with the plain ones.
+//   4. compares all weights, gradients, counts and scales with the reference.
 //
-// It stops at the first difference; a test then prints the report and the seed. Plain values take
-// over what was compared, so that rounding does not add up. Every call counts what it was, so that
-// a test fails where a kind of call happens in no program.
+// It stops at the first difference, and the test prints the report and the seed. After a comparison
+// the reference continues from the actual values, so that rounding errors do not accumulate. Calls
+// are counted by kind, and the test fails if a kind of call is too rare.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -26,7 +26,7 @@
 
 namespace randomized_training {
 
-/// How often each kind of call happened, over all programs.
+/// The number of calls of each kind, over all programs.
 using CallCounts = std::map<std::string, int64_t>;
 
 class Program {
@@ -35,7 +35,7 @@ class Program {
   Program(const Program&) = delete;
   Program& operator=(const Program&) = delete;
 
-  /// Returns whether all calls did what is right.
+  /// Returns whether all calls behaved as expected.
   virtual bool run() = 0;
   std::string text() const { return report_.text(); }
 
@@ -43,17 +43,18 @@ class Program {
   Program(uint64_t seed, CallCounts& is_mixed_precision)
       : random_(seed), counts_(is_mixed_precision) {}
 
-  // The library's objects of optimizer `i`.
+  // The library's objects for optimizer `i`.
   virtual const std::vector<Tensor>& parameters(std::size_t i) const = 0;
   virtual torch::optim::Optimizer& optimizer(std::size_t i) const = 0;
   virtual mezzo::OptimizerRef optimizer_ref(std::size_t i) = 0;
   virtual void set_parameter(std::size_t i, std::size_t j, const Tensor& parameter) = 0;
   virtual void add_parameter(std::size_t i, const ReferenceWeight& weight) = 0;
 
-  /// Whether gradients carry no scale, so that they can be compared and clipped.
+  /// Whether gradients are unscaled, so that they can be compared and clipped.
   virtual bool has_unscaled_grads(std::size_t i) const = 0;
   virtual void compare_scales() = 0;
-  /// The weights of an optimizer have changed: its averages and files are of others.
+  /// Called when the weights of an optimizer were replaced: its averages and saved state are
+  /// invalid.
   virtual void reset_averages_and_saved_state(std::size_t i) = 0;
 
   void count(const std::string& what) { ++counts_[what]; }
@@ -64,7 +65,7 @@ class Program {
     return static_cast<std::size_t>(random_.below(static_cast<int64_t>(side.weights.size())));
   }
 
-  /// Makes one of the calls, each as often as the number before it says.
+  /// Makes one of the calls, with probabilities proportional to the numbers.
   void call_random(const std::vector<std::pair<int64_t, std::function<void()>>>& calls) {
     int64_t all = 0;
     for (const auto& [times, call] : calls) all += times;
@@ -74,7 +75,7 @@ class Program {
     }
   }
 
-  /// Calls the library, which is to throw or not to.
+  /// Calls the library, and checks whether it throws.
   void expect(bool throws, const std::function<void()>& call) {
     std::string error;
     try {
@@ -85,8 +86,8 @@ class Program {
     }
     if (throws) report_.line("    throws");
     if (throws) count("throws");
-    if (throws && error.empty()) report_.fail("it does not throw");
-    if (!throws && !error.empty()) report_.fail("it throws: ", error);
+    if (throws && error.empty()) report_.fail("no exception");
+    if (!throws && !error.empty()) report_.fail("exception: ", error);
   }
 
   void compare() {
@@ -102,16 +103,16 @@ class Program {
       if (!reference_[i].is_mixed_precision()) continue;
       const int64_t applied = optimizer_ref(i).mixed_precision()->applied_steps();
       if (applied != reference_[i].applied) {
-        report_.fail("applied_steps() of optimizer ", i, " is ", applied, "; right is ",
+        report_.fail("applied_steps() of optimizer ", i, " is ", applied, "; expected ",
                      reference_[i].applied);
       }
     }
     compare_scales();
   }
 
-  // --- Calls that both kinds of program have
+  // --- Calls of both kinds of program
 
-  /// libtorch's clipping, of the weights' gradients or of their masters'.
+  /// Calls libtorch's clipping functions with the weights or their masters.
   void clip(std::size_t i) {
     ReferenceOptimizer& side = reference_[i];
     if (!has_unscaled_grads(i)) return;
@@ -133,12 +134,12 @@ class Program {
     const double norm = side.norm();
     const bool is_half = std::any_of(side.weights.begin(), side.weights.end(),
                                      [](auto& one) { return one.dtype == torch::kHalf; });
-    if (is_half && norm > 30000) return report_.line("    (left out: too large for half)");
+    if (is_half && norm > 30000) return report_.line("    (skipped: too large for float16)");
     side.clip_norm(norm, limit);
     double actual = 0;
     expect(false, [&] { actual = torch::nn::utils::clip_grad_norm_(clipped, limit); });
     if (!is_close(actual, norm, norm / 50 + 1e-6)) {
-      report_.fail("the norm is ", actual, "; right is ", norm);
+      report_.fail("the norm is ", actual, "; expected ", norm);
     }
   }
 
@@ -184,7 +185,7 @@ class Program {
     Tensor(parameters(i)[j]).copy_(make_tensor(weight.value, torch::kFloat, weight.shape));
   }
 
-  /// A weight gives way to a new one, as the head of a model does for another task.
+  /// Replaces a weight, like the head of a model for another task.
   void replace_weight(std::size_t i) {
     ReferenceOptimizer& side = reference_[i];
     const std::size_t j = random_weight_index(side);
@@ -219,8 +220,8 @@ class Program {
     move_grads_to_bucket(parameters(i));
   }
 
-  /// A gradient that no step can take makes `call` throw and changes nothing; it is given up
-  /// afterwards.
+  /// Sets a gradient of a wrong dtype or shape, for which `call` must throw and change nothing, and
+  /// restores the gradient.
   void step_with_bad_gradient(std::size_t i, const std::string& in,
                               const std::function<void()>& call) {
     const ReferenceOptimizer& side = reference_[i];
@@ -236,20 +237,20 @@ class Program {
     parameter.mutable_grad() = own;
   }
 
-  /// What a step said, against what is right.
+  /// Compares the result of a step.
   void compare_result(const mezzo::StepResult& result, bool ran, std::optional<double> norm) {
     report_.line(result.applied() ? "    ran" : "    skipped");
     if (result.applied() != ran || result.found_inf() == ran) {
       report_.fail("applied() is ", result.applied(), ", found_inf() ", result.found_inf(),
-                   "; right is ", ran, ", ", !ran);
+                   "; expected ", ran, ", ", !ran);
     }
     const auto actual = result.grad_norm();
     if (actual && norm && std::isfinite(*norm) && !is_close(*actual, *norm, 1e-5 * *norm + 1e-6)) {
-      report_.fail("grad_norm() is ", *actual, "; right is ", *norm);
+      report_.fail("grad_norm() is ", *actual, "; expected ", *norm);
     }
   }
 
-  /// Plain weights that a file has are there, with the gradients of before unless all is new.
+  /// Restores the saved reference, with the present gradients unless all objects are new.
   void restore_reference(const std::vector<ReferenceOptimizer>& saved, bool has_new_objects) {
     const std::vector<ReferenceOptimizer> before = std::exchange(reference_, saved);
     for (std::size_t i = 0; i < reference_.size(); ++i) {
@@ -258,7 +259,7 @@ class Program {
         weight.gradient = has_new_objects ? std::nullopt : before[i].weights[j].gradient;
         if (!has_new_objects) weight.is_frozen = before[i].weights[j].is_frozen;
         if (!weight.is_modified) weight.trained = weight.value;
-        weight.is_modified = true;  // until the next step settles what the file has
+        weight.is_modified = true;  // until the next step
       }
     }
   }
@@ -269,9 +270,9 @@ class Program {
   std::vector<ReferenceOptimizer> reference_;
 };
 
-/// Runs `programs` random programs, or as many as MEZZO_RANDOMIZED_SEEDS says from
-/// MEZZO_RANDOMIZED_FIRST_SEED on. Each kind of call, named between semicolons, is to happen
-/// `least` times.
+/// Runs `programs` random programs, or MEZZO_RANDOMIZED_SEEDS programs from
+/// MEZZO_RANDOMIZED_FIRST_SEED on. Each kind of call in `kinds`, separated by semicolons, must
+/// occur `min_count` times.
 template <class RandomProgram>
 void run_programs(int64_t programs, const std::string& kinds, int64_t min_count) {
   const auto number = [](const char* name, int64_t otherwise) {
@@ -285,14 +286,14 @@ void run_programs(int64_t programs, const std::string& kinds, int64_t min_count)
   for (int64_t seed = first; seed < first + seeds && failures < 3; ++seed) {
     RandomProgram program(static_cast<uint64_t>(seed), is_mixed_precision);
     if (program.run()) continue;
-    ADD_FAILURE() << "the program of seed " << seed << ":\n" << program.text();
+    ADD_FAILURE() << "program with seed " << seed << ":\n" << program.text();
     ++failures;
   }
   if (seeds < programs || failures > 0) return;
   std::istringstream names(kinds);
   for (std::string kind; std::getline(names >> std::ws, kind, ';');) {
-    EXPECT_GE(is_mixed_precision[kind], min_count) << kind << " happens in no program, or in few";
+    EXPECT_GE(is_mixed_precision[kind], min_count) << kind << " is too rare";
   }
 }
 
-}  // namespace step_programs
+}  // namespace randomized_training

@@ -1,5 +1,5 @@
-// Random programs of a GradScaler's calls, libtorch's and mezzo's, in any order, beside plain loops
-// over doubles that do what the documentation says.
+// Compares random programs of GradScaler, optimizer and libtorch calls, in any order, with a
+// reference in double that follows the documentation.
 
 #include <mezzo/optim/ema.h>
 #include <mezzo/scaling/grad_scaler.h>
@@ -31,7 +31,7 @@ using mezzo::GradScalerOptions;
 using mezzo::OptimizerRef;
 using test_support::OwnedOptimizer;
 
-/// A GradScaler as numbers.
+/// The reference of a GradScaler.
 struct ReferenceScaler {
   enum class OptState { ready, unscaled, stepped };
   struct OptimizerState {
@@ -39,7 +39,7 @@ struct ReferenceScaler {
     std::optional<bool> found{};
     bool is_touched = false;
     std::set<std::size_t> unscaled{};  ///< parameters whose gradients were unscaled
-    std::set<std::size_t> cleared{};   ///< those that had none when a loss was scaled since
+    std::set<std::size_t> cleared{};   ///< those without a gradient when a loss was scaled later
   };
 
   bool is_enabled = true;
@@ -91,7 +91,7 @@ class ScalerProgram : public Program {
     scaler_.allows_half = !random_.one_in(4);
     scaler_.scale = std::ldexp(1.0, static_cast<int>(3 + random_.below(8)));
     scaler_.interval = 2 + random_.below(3);
-    for (const ReferenceOptimizer& side : reference_) {  // of weights that are added later too
+    for (const ReferenceOptimizer& side : reference_) {  // including weights that are added later
       const bool has_masters =
           side.config.has_master_weights || side.config.storage == WeightStorage::fp32_master;
       has_fp16_without_master_ |= side.config.dtype == torch::kHalf && !has_masters;
@@ -124,7 +124,7 @@ class ScalerProgram : public Program {
     OwnedOptimizer owned;
   };
 
-  /// All that files have, and the weights.
+  /// The saved state of all objects, and the weights.
   struct Saved {
     std::vector<std::string> optimizers{};
     std::vector<std::vector<Tensor>> weights{};
@@ -152,10 +152,10 @@ class ScalerProgram : public Program {
   }
   bool has_unscaled_grads(std::size_t) const override {
     return true;
-  }  // this program knows every scale
+  }  // the reference has the scale of every gradient
   void compare_scales() override {
     if (library_->get_scale() != scaler_.scale) {
-      report_.fail("get_scale() is ", library_->get_scale(), "; right is ", scaler_.scale);
+      report_.fail("get_scale() is ", library_->get_scale(), "; expected ", scaler_.scale);
     }
   }
   void reset_averages_and_saved_state(std::size_t) override { saved_.reset(); }
@@ -192,9 +192,9 @@ class ScalerProgram : public Program {
     library_->on_skip(nullptr);
   }
 
-  // --- The calls -------------------------------------------------------------------------------
+  // --- Calls -----------------------------------------------------------------------------------
 
-  /// Mostly what a loop does next, and now and then anything.
+  /// Makes mostly the next call of a training loop, and sometimes any call.
   void call() {
     const std::size_t i = random_optimizer_index();
     const bool can_step_without_scaler =
@@ -227,7 +227,7 @@ class ScalerProgram : public Program {
     for (const auto& record : scaler_.states) {
       accumulates_after_unscale |= scaler_.is_enabled && record.stage == OptState::unscaled;
     }
-    // Scaled gradients on top of true ones: what is trained is their sum. In half it may overflow.
+    // Scaled gradients are added to unscaled ones. In float16 the sum may overflow.
     if (accumulates_after_unscale && (has_fp16_without_master_ || !random_.one_in(4))) return;
     const bool with_inf = scaler_.is_enabled && random_.one_in(6);
     Tensor loss = torch::zeros({});
@@ -260,7 +260,7 @@ class ScalerProgram : public Program {
     return side.has_fp16_without_master() && !scaler_.allows_half;
   }
 
-  /// Takes the scale off; whether it could not.
+  /// Unscales. Returns whether unscale_ must throw.
   bool reference_unscale(std::size_t i) {
     ReferenceOptimizer& side = reference_[i];
     if (!scaler_.is_enabled) {
@@ -297,7 +297,7 @@ class ScalerProgram : public Program {
     }
   }
 
-  /// Notes which parameters that were unscaled have no gradient, before a loss is scaled.
+  /// Marks unscaled parameters without a gradient, before a loss is scaled.
   void mark_cleared_gradients() {
     if (!scaler_.is_enabled) return;
     for (std::size_t i = 0; i < reference_.size(); ++i) {
@@ -328,7 +328,7 @@ class ScalerProgram : public Program {
       reference_[k].zero_grad(set_to_none);
       expect(false, [&] {
         if (!all_optimizers) return optimizer(k).zero_grad(set_to_none);
-        for (const Tensor& parameter : sides_[k].parameters) {  // as a module does
+        for (const Tensor& parameter : sides_[k].parameters) {  // like Module::zero_grad
           if (!parameter.grad().defined()) continue;
           if (set_to_none) {
             parameter.mutable_grad().reset();
@@ -356,7 +356,7 @@ class ScalerProgram : public Program {
 
   // --- Steps -----------------------------------------------------------------------------------
 
-  /// What is right of a step.
+  /// The expected result of a step.
   struct Expected {
     bool throws = false;
     bool ran = true;
@@ -393,7 +393,7 @@ class ScalerProgram : public Program {
     return expected;
   }
 
-  /// An optimizer of mezzo's clips on its way, any other where the gradients lie.
+  /// A mixed-precision optimizer clips in its update, others in place.
   static void reference_apply(ReferenceOptimizer& side, double inverse, double norm,
                               const mezzo::StepOptions& options) {
     const bool clips = std::isfinite(options.max_norm);
@@ -451,7 +451,7 @@ class ScalerProgram : public Program {
     expect(false, [&] { (void)optimizer_ref(i).step(); });
   }
 
-  /// A parameter leaves its group for one step, and comes back with what it had.
+  /// Removes a parameter from its group for one step, and adds it again.
   void step_without_a_parameter(std::size_t i) {
     ReferenceOptimizer& side = reference_[i];
     if (!side.is_finite()) return;
@@ -477,7 +477,7 @@ class ScalerProgram : public Program {
     side.weights[j].gradient = std::move(hidden);
   }
 
-  /// Averages replace the weights; reading a master then throws.
+  /// Replaces the weights by averages, during which reading a master throws.
   void use_ema_guard(std::size_t i) {
     ReferenceOptimizer& side = reference_[i];
     report_.line("an EmaGuard of optimizer ", i);
@@ -517,7 +517,7 @@ class ScalerProgram : public Program {
     expect(false, [&] { library_->update(scale); });
   }
 
-  // --- Files -----------------------------------------------------------------------------------
+  // --- Saving and loading ----------------------------------------------------------------------
 
   void save_or_load() {
     if (!scaler_.is_between_iterations()) return update_once();
@@ -548,7 +548,7 @@ class ScalerProgram : public Program {
   void load() {
     bool has_new_objects = random_.one_in(2);
     for (const ReferenceOptimizer& side : reference_)
-      has_new_objects |= !side.is_mixed_precision();  // torch's keeps old state
+      has_new_objects |= !side.is_mixed_precision();  // torch::optim keeps its old state
     report_.line("load", has_new_objects ? " into new objects" : "");
     count(has_new_objects ? "load into new objects" : "load");
     restore_reference(saved_->plain, has_new_objects);
@@ -582,7 +582,7 @@ class ScalerProgram : public Program {
     do {
       other.kind = static_cast<OptimizerKind>(random_.below(6));
     } while (other.kind == own.kind || (is_sgd(other.kind) && is_sgd(own.kind)));
-    other.is_mezzo = other.kind != OptimizerKind::lamb;  // whose archives name their class too
+    other.is_mezzo = other.kind != OptimizerKind::lamb;  // archives of LAMB name their class too
     report_.line("optimizer ", i, " loads the archive of ", other.text());
     count("load of another class");
     const auto made = make_optimizer(other, parameters(i));

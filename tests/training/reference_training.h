@@ -1,5 +1,5 @@
-// What random programs of training steps are compared with: weights, gradients and optimizers as
-// plain loops over doubles. randomized_program.h runs the programs.
+// The reference of random training programs: weights, gradients and optimizers as loops over
+// double. randomized_program.h runs the programs.
 #pragma once
 
 #include <mezzo/optim/adamw.h>
@@ -58,7 +58,7 @@ inline double rounded(double value, torch::ScalarType dtype) {
   return single;
 }
 
-/// The largest error of rounding to nearest, relative to the value.
+/// The largest relative error of rounding to nearest.
 inline double half_ulp(torch::ScalarType dtype) {
   return dtype == torch::kBFloat16 ? 0x1p-8 : dtype == torch::kHalf ? 0x1p-11 : 0x1p-24;
 }
@@ -73,9 +73,8 @@ inline Tensor make_tensor(const Vector& values, torch::ScalarType dtype) {
   return torch::tensor(values, torch::kDouble).to(dtype);
 }
 
-/// Of a shape: [n], or none at all.
 inline Tensor make_tensor(const Vector& values, torch::ScalarType dtype, at::IntArrayRef shape) {
-  return make_tensor(values, dtype).reshape(shape).clone();  // no view
+  return make_tensor(values, dtype).reshape(shape).clone();  // not a view
 }
 
 inline bool all_finite(const Vector& values) {
@@ -100,7 +99,7 @@ inline bool is_16_bit(torch::ScalarType dtype) {
   return dtype == torch::kBFloat16 || dtype == torch::kHalf;
 }
 
-/// What finite elements and infs become with a norm of `norm`.
+/// The factor of clip_grad_norm_ for a finite norm.
 inline double clip_factor(double norm, double max_norm) {
   const double factor = max_norm / (norm + 1e-6);
   return factor > 1 ? 1 : factor;
@@ -108,40 +107,39 @@ inline double clip_factor(double norm, double max_norm) {
 
 // --- Weights -----------------------------------------------------------------------------------
 
-/// A gradient as it lies in `.grad`, scaled or not.
+/// The contents of `.grad`, scaled or unscaled.
 struct ReferenceGradient {
   Vector values;
   torch::ScalarType dtype;
-  double tolerance = 0;  ///< relative: what was rounded in an order of libtorch's or mezzo's own
+  double tolerance = 0;  ///< relative rounding error of an unspecified summation order
 };
 
 inline constexpr double kLr = 0.25;
 
-/// How the elements of a weight lie in memory: `shape` with its own strides or those of its
-/// transpose.
+/// The memory layout of a weight: contiguous, or with the strides of its transpose.
 enum class Layout { contiguous, transposed };
 
-/// One weight: what is trained, what is kept, and what its gradient is.
+/// A weight, its optimizer state and its gradient.
 struct ReferenceWeight {
   torch::ScalarType dtype = torch::kFloat;
-  bool has_master = false;  ///< a float tensor of its own, which unscale_ makes the gradient float
-  bool updates_float32 = true;  ///< in place of the 16 bits of the model's weight
+  bool has_master = false;      ///< a float32 tensor; unscale_ casts the gradient to float32
+  bool updates_float32 = true;  ///< instead of the 16-bit weight
   torch::ScalarType new_grad_dtype = torch::kFloat;
   std::vector<int64_t> shape{};
   Layout layout = Layout::contiguous;
-  double hook = 1;  ///< what a hook multiplies each incoming gradient with
-  double lr = kLr;  ///< its group's
+  double hook = 1;  ///< factor of a hook for incoming gradients
+  double lr = kLr;  ///< of its group
   bool is_frozen = false;
-  bool is_tied = false;  ///< used twice in a forward pass
-  bool is_late = false;  ///< added after the optimizer was made
+  bool is_tied = false;  ///< used twice in the forward pass
+  bool is_late = false;  ///< added after construction of the optimizer
   bool begins_group = false;
 
   Vector value;
-  Vector error;  ///< how far the true value may be from that
+  Vector error;  ///< bound of the rounding error of `value`
   Vector moments[2];
   int64_t count = 0;
-  bool is_modified = false;  ///< since the last step, by others
-  Vector trained{};          ///< the value before that
+  bool is_modified = false;  ///< outside the optimizer, since the last step
+  Vector trained{};          ///< the value before the modification
 
   std::optional<ReferenceGradient> gradient{};
   void zero_gradient(bool set_to_none) {
@@ -150,16 +148,16 @@ struct ReferenceWeight {
     std::fill(gradient->values.begin(), gradient->values.end(), 0.0);
     gradient->tolerance = 0;
   }
-  /// The gradient of a weight with a master becomes float.
+  /// Casts the gradient of a weight with a master to float32, as unscale_ does.
   void widen() {
     if (gradient && has_master && is_16_bit(gradient->dtype)) gradient->dtype = torch::kFloat;
   }
-  /// What autograd does with what a backward pass brings, which has the weight's dtype.
+  /// Accumulates a gradient, which has the weight's dtype, as autograd does.
   void accumulate(const Vector& incoming) {
     if (!gradient) gradient = ReferenceGradient{Vector(incoming.size(), 0.0), new_grad_dtype};
     for (std::size_t i = 0; i < incoming.size(); ++i) {
-      double& own = gradient->values[i];
-      own = rounded(own + rounded(incoming[i], dtype) * hook, gradient->dtype);
+      double& value = gradient->values[i];
+      value = rounded(value + rounded(incoming[i], dtype) * hook, gradient->dtype);
     }
   }
   void multiply_gradient(double factor) {
@@ -174,7 +172,7 @@ enum class OptimizerKind { sgd, momentum, adam, adamw, lion, lamb };
 inline constexpr double kMomentum = 0.5;
 inline constexpr double kBeta1 = 0.5;
 inline constexpr double kBeta2 = 0.75;
-/// So large that a step of Adam's tells a gradient from a scaled one.
+/// Large, so that a step of Adam depends on the scale of the gradient.
 inline constexpr double kEps = 1;
 inline constexpr double kDecay = 0.125;
 
@@ -203,7 +201,7 @@ inline void update(OptimizerKind kind, ReferenceWeight& weight, const Vector& gr
         const double direction = kBeta1 * m + (1 - kBeta1) * g;
         m = kBeta2 * m + (1 - kBeta2) * g;
         change[i] = direction > 0 ? 1 : direction < 0 ? -1 : 0;
-        // In half a moment may become 0.
+        // A float16 moment may underflow.
         const double underflow = is_low_precision && weight.dtype == torch::kHalf ? 0x1p-20 : 0;
         const bool is_unclear = std::abs(direction) <= relative * noise[i] + underflow;
         noise[i] = is_unclear && noise[i] > 0 ? 2 / relative : 0;
@@ -242,7 +240,7 @@ inline void update(OptimizerKind kind, ReferenceWeight& weight, const Vector& gr
   weight.is_modified = false;
 }
 
-/// How the weights of an optimizer are made and kept.
+/// The optimizer class, the weight storage and the weights of an optimizer.
 struct OptimizerConfig {
   OptimizerKind kind = OptimizerKind::sgd;
   bool is_mezzo = true;
@@ -250,10 +248,10 @@ struct OptimizerConfig {
   WeightStorage storage = WeightStorage::plain;
   torch::ScalarType dtype = torch::kFloat;
   bool accumulates_in_float32 = false;
-  bool last_weight_is_norm = false;  ///< the last weight is a batch norm's
+  bool last_weight_is_norm = false;  ///< of batch norm
   torch::ScalarType norm_dtype = torch::kFloat;
   std::size_t weights = 2;
-  bool has_unusual_shapes = false;  ///< empty weights, some without dimensions or not contiguous
+  bool has_unusual_shapes = false;  ///< empty, zero-dimensional and non-contiguous weights
   bool has_grad_hooks = false;
   bool has_frozen_weights = false;
   bool has_tied_weights = false;
@@ -265,15 +263,15 @@ struct OptimizerConfig {
     const char* const kinds[] = {"SGD", "SGD with momentum", "Adam", "AdamW", "Lion", "LAMB"};
     const char* const storages[] = {"plain", "fp32_master", "split_master", "stochastic_rounding"};
     std::ostringstream text;
-    text << (is_mezzo ? "mezzo's " : "ordinary ") << kinds[static_cast<std::size_t>(kind)];
+    text << (is_mezzo ? "mezzo " : "torch ") << kinds[static_cast<std::size_t>(kind)];
     if (has_master_weights) text << " in MasterWeights";
     if (is_mezzo) text << ", " << storages[static_cast<std::size_t>(storage)];
     text << ", " << weights << " weights of " << c10::toString(dtype);
     if (last_weight_is_norm) text << ", the last of " << c10::toString(norm_dtype);
     if (accumulates_in_float32) text << ", accumulate_in_float";
     if (has_grad_hooks) text << ", with hooks";
-    if (has_frozen_weights) text << ", some frozen";
-    if (has_tied_weights) text << ", some tied";
+    if (has_frozen_weights) text << ", frozen weights";
+    if (has_tied_weights) text << ", tied weights";
     if (has_schedule) text << ", with a schedule";
     return text.str();
   }
@@ -283,9 +281,9 @@ inline OptimizerConfig random_config(Random& random) {
   OptimizerConfig config;
   config.is_mezzo = !random.one_in(3);
   config.kind = static_cast<OptimizerKind>(random.below(5));
-  // LAMB is an ordinary optimizer, as torch's are; torch has no Lion.
+  // LAMB is a torch::optim::Optimizer; torch has no Lion.
   if (!config.is_mezzo && config.kind == OptimizerKind::lion) config.kind = OptimizerKind::lamb;
-  if (random.one_in(3)) config.kind = OptimizerKind::sgd;  // which says the most
+  if (random.one_in(3)) config.kind = OptimizerKind::sgd;  // the most sensitive one
   const std::vector<torch::ScalarType> low{torch::kBFloat16, torch::kHalf};
   if (!config.is_mezzo) {
     config.has_master_weights = !random.one_in(3);
@@ -352,10 +350,10 @@ inline std::unique_ptr<torch::optim::Optimizer> make_optimizer(
   return make.template operator()<mezzo_optim::LAMB, mezzo_optim::LAMBOptions>();
 }
 
-/// The schedule of an optimizer that has one.
+/// The learning-rate schedule of optimizers with has_schedule.
 inline constexpr mezzo::LinearCurve kCurve{.total_steps = 6, .min_factor = 0.25};
 
-/// The weights of one optimizer, as plain numbers.
+/// The weights of one optimizer.
 struct ReferenceOptimizer {
   OptimizerConfig config;
   std::vector<ReferenceWeight> weights{};
@@ -363,7 +361,7 @@ struct ReferenceOptimizer {
 
   bool is_mixed_precision() const { return config.is_mezzo || config.has_master_weights; }
   bool is_split() const { return config.storage == WeightStorage::split_master; }
-  /// Whether master_params gives tensors.
+  /// Whether master_params returns tensors.
   bool has_master_params() const {
     return !is_split() ||
            std::none_of(weights.begin(), weights.end(),
@@ -394,7 +392,7 @@ struct ReferenceOptimizer {
     for (ReferenceWeight& one : weights) one.zero_gradient(set_to_none);
   }
 
-  /// A step with the gradients times `factor`.
+  /// Steps with the gradients multiplied by `factor`.
   void step(double factor) {
     const double lr_factor = config.has_schedule ? kCurve.factor(applied) : 1;
     for (ReferenceWeight& one : weights) {
@@ -406,10 +404,10 @@ struct ReferenceOptimizer {
     ++applied;
   }
 
-  /// `gradients` with a norm above `max_norm` are scaled down, as clip_grad_norm_ does.
+  /// Clips gradients, as clip_grad_norm_ does.
   void clip_norm(double norm, double max_norm) {
     const double factor = clip_factor(norm, max_norm);
-    double tolerance = 2e-5;  // libtorch's norm has the dtype of the gradients
+    double tolerance = 2e-5;  // libtorch's norm has the gradients' dtype
     for (const ReferenceWeight& one : weights) {
       if (one.gradient && is_16_bit(one.gradient->dtype)) tolerance = 0x1p-5;
     }
@@ -429,7 +427,6 @@ struct ReferenceOptimizer {
   }
 };
 
-/// The numbers of a new weight.
 inline Vector random_weight_values(Random& random, std::size_t size) {
   Vector values;
   for (std::size_t i = 0; i < size; ++i) {
@@ -438,7 +435,6 @@ inline Vector random_weight_values(Random& random, std::size_t size) {
   return values;
 }
 
-/// Sets how a weight is kept.
 inline void set_weight_storage(const OptimizerConfig& config, torch::ScalarType dtype,
                                ReferenceWeight& weight) {
   weight.dtype = dtype;
@@ -479,7 +475,7 @@ inline ReferenceOptimizer make_reference(const OptimizerConfig& config, Random& 
   return side;
 }
 
-/// Returns a new weight for the place of `old`.
+/// Returns a new weight that replaces `old`.
 inline ReferenceWeight make_replacement(const OptimizerConfig& config, const ReferenceWeight& old,
                                         Random& random) {
   ReferenceWeight weight = make_reference_weight(config, old.dtype, random);
@@ -490,7 +486,7 @@ inline ReferenceWeight make_replacement(const OptimizerConfig& config, const Ref
   return weight;
 }
 
-/// Adds a weight after the others: in a new group if the last one is in a group of its own.
+/// Adds a weight after the others, in a new group if the last weight is in its own group.
 inline ReferenceWeight& add_reference_weight(ReferenceOptimizer& side, torch::ScalarType dtype,
                                              Random& random) {
   const bool in_new_group = side.weights.back().begins_group || random.one_in(2);
@@ -502,11 +498,11 @@ inline ReferenceWeight& add_reference_weight(ReferenceOptimizer& side, torch::Sc
   return weight;
 }
 
-/// Sets a weight to values that are neither the `present` ones of its parameter nor what these are
-/// rounded from, since a master stays where a write is what it rounds to.
+/// Sets a weight to values that differ from those of its parameter and its master: a master keeps
+/// its value if the parameter is set to the rounded master.
 inline void write_reference_weight(ReferenceWeight& weight, const Vector& present, Random& random) {
   if (!weight.is_modified) weight.trained = weight.value;
-  // A split weight keeps what lies below its last digit.
+  // A split weight keeps its low bits.
   const bool is_split = weight.updates_float32 && !weight.has_master && is_16_bit(weight.dtype);
   for (std::size_t k = 0; k < present.size(); ++k) {
     weight.value[k] = static_cast<double>(random.below(33) - 16) / 4;
@@ -517,7 +513,7 @@ inline void write_reference_weight(ReferenceWeight& weight, const Vector& presen
   weight.is_modified = true;
 }
 
-// --- Their tensors -----------------------------------------------------------------------------
+// --- Tensors -----------------------------------------------------------------------------------
 
 inline Tensor make_parameter(const ReferenceWeight& one, torch::ScalarType dtype) {
   Tensor parameter = make_tensor(one.value, dtype, one.shape);
@@ -531,15 +527,15 @@ inline Tensor make_parameter(const ReferenceWeight& one, torch::ScalarType dtype
   return parameter.requires_grad_(!one.is_frozen);
 }
 
-/// Of a parameter that the groups get behind the optimizer's back, it sets the dtype of gradients
-/// at the next step only.
+/// Sets grad_dtype, which the optimizer would set only at its next step for a parameter that is
+/// added to its groups directly.
 inline Tensor make_late_parameter(const ReferenceWeight& one) {
   const Tensor parameter = make_parameter(one, one.dtype);
   if (one.new_grad_dtype != one.dtype) parameter.set_grad_dtype(one.new_grad_dtype);
   return parameter;
 }
 
-/// Returns a group of one parameter, with options of its own where its rate is its own.
+/// Returns a group of one parameter, with options if its learning rate is not the default.
 inline torch::optim::OptimizerParamGroup make_group(const ReferenceWeight& weight,
                                                     const Tensor& parameter,
                                                     const torch::optim::OptimizerOptions& options,
@@ -551,23 +547,23 @@ inline torch::optim::OptimizerParamGroup make_group(const ReferenceWeight& weigh
   return group;
 }
 
-/// Takes `parameter` out of an optimizer's groups, and returns its place there. Removes its state
-/// too, unless mezzo is to find out that the parameter is gone.
+/// Resets `parameter` in an optimizer's groups, and returns a reference to it. Erases its state,
+/// except for mezzo's optimizers, which must detect the removal.
 inline Tensor& clear_parameter_slot(torch::optim::Optimizer& optimizer, const Tensor& parameter,
-                                    bool is_left_to_mezzo) {
+                                    bool is_mezzo) {
   for (auto& group : optimizer.param_groups()) {
-    for (Tensor& place : group.params()) {
-      if (!place.is_same(parameter)) continue;
-      if (!is_left_to_mezzo) optimizer.state().erase(place.unsafeGetTensorImpl());
-      place = Tensor();  // a new parameter may get the address of the old one
-      return place;
+    for (Tensor& slot : group.params()) {
+      if (!slot.is_same(parameter)) continue;
+      if (!is_mezzo) optimizer.state().erase(slot.unsafeGetTensorImpl());
+      slot = Tensor();  // so that a new parameter may get the same address
+      return slot;
     }
   }
-  throw std::logic_error("the optimizer has lost a parameter");
+  throw std::logic_error("the parameter is in no group");
 }
 
-/// Moves the gradients that have the dtype of the first one into the memory of a flat tensor, as
-/// data-parallel training does.
+/// Moves the gradients that have the dtype of the first one into a flat tensor, as
+/// DistributedDataParallel does.
 inline void move_grads_to_bucket(const std::vector<Tensor>& parameters) {
   const torch::NoGradGuard no_grad;
   std::vector<Tensor> owners;
@@ -583,19 +579,19 @@ inline void move_grads_to_bucket(const std::vector<Tensor>& parameters) {
   int64_t at = 0;
   for (const Tensor& one : owners) {
     const Tensor part = bucket.narrow(0, at, one.numel()).view(one.sizes());
-    one.mutable_grad() = torch::empty({0}, bucket.options())  // no view: zero_grad detaches it
+    one.mutable_grad() = torch::empty({0}, bucket.options())  // not a view: zero_grad detaches it
                              .set_(bucket.storage(), at, part.sizes(), part.strides());
     at += one.numel();
   }
 }
 
-/// Returns a gradient that no step can take: of another dtype or of another shape.
+/// Returns a gradient for which every step throws: of another dtype or shape.
 inline Tensor make_bad_gradient(const Tensor& parameter, bool has_shape) {
   return has_shape ? torch::ones_like(parameter.detach(), torch::kInt)
                    : torch::ones({7}, parameter.scalar_type());
 }
 
-/// Small numbers that add up exactly, in 16 bits too: eighths up to 15 of them.
+/// Small numbers whose sums are exact in 16 bits: multiples of 1/8 up to 15/8.
 inline Vector random_gradient(Random& random, std::size_t size, bool with_inf) {
   Vector gradient;
   for (std::size_t i = 0; i < size; ++i) {
@@ -607,9 +603,9 @@ inline Vector random_gradient(Random& random, std::size_t size, bool with_inf) {
   return gradient;
 }
 
-// --- Comparing ---------------------------------------------------------------------------------
+// --- Comparison --------------------------------------------------------------------------------
 
-/// The lines of a program, and what was wrong.
+/// The lines of a program, and its failures.
 class Report {
  public:
   template <class... Parts>
@@ -622,7 +618,7 @@ class Report {
   void fail(const Parts&... parts) {
     std::ostringstream text;
     (text << ... << parts);
-    lines_.push_back("WRONG: " + text.str());
+    lines_.push_back("FAILED: " + text.str());
     failed_ = true;
   }
   bool failed() const { return failed_; }
@@ -651,7 +647,7 @@ inline bool are_close(const Vector& actual, const Vector& expected, const Vector
   return true;
 }
 
-/// The float that an optimizer of mezzo's trains in place of `parameter`, where it keeps one.
+/// Returns the float32 value that a mezzo optimizer stores for `parameter`, if any.
 inline std::optional<Vector> read_fp32_value(const torch::optim::Optimizer& optimizer,
                                              const Tensor& parameter) {
   const auto found = optimizer.state().find(parameter.unsafeGetTensorImpl());
@@ -664,7 +660,7 @@ inline std::optional<Vector> read_fp32_value(const torch::optim::Optimizer& opti
   return read_values(mezzo::detail::combine_with_low_bits(parameter, slot->low_bits));
 }
 
-/// Takes what is trained as the present value, after it was compared.
+/// Compares the float32 value, and continues from the actual one.
 inline void compare_value(ReferenceWeight& plain, const Vector& actual, Report& report,
                           const std::string& name) {
   Vector tolerance = plain.error;
@@ -672,8 +668,8 @@ inline void compare_value(ReferenceWeight& plain, const Vector& actual, Report& 
     tolerance[i] += 0x1p-22 * std::abs(plain.value[i]) + 1e-7;
   }
   if (!are_close(actual, plain.value, tolerance)) {
-    report.fail(name, " is trained to ", format(actual), "; right is ", format(plain.value),
-                ", within ", format(tolerance));
+    report.fail(name, " is ", format(actual), "; expected ", format(plain.value), ", within ",
+                format(tolerance));
   }
   plain.value = actual;
   std::fill(plain.error.begin(), plain.error.end(), 0.0);
@@ -686,13 +682,13 @@ inline void compare_weight(ReferenceWeight& plain, const Tensor& parameter,
   Vector tolerance = plain.error;
   const double unit = half_ulp(plain.dtype);
   for (std::size_t i = 0; i < tolerance.size(); ++i) {
-    // Of 16 bits that are trained as they are one in the last place; of others half a one.
+    // One ulp for 16-bit weights without a float32 value, half an ulp for others.
     const double ulps = plain.updates_float32 ? 1.01 : 2.02;
     tolerance[i] += ulps * unit * (std::abs(plain.value[i]) + tolerance[i]) + 1e-7;
   }
   if (parameter.scalar_type() != plain.dtype || !are_close(actual, plain.value, tolerance)) {
     report.fail(name, " is ", format(actual), " of ", c10::toString(parameter.scalar_type()),
-                "; right is ", format(plain.value), ", within ", format(tolerance));
+                "; expected ", format(plain.value), ", within ", format(tolerance));
   }
   if (!plain.updates_float32 || !is_16_bit(plain.dtype)) {
     plain.value = actual;
@@ -707,7 +703,7 @@ inline void compare_gradient(ReferenceWeight& plain, const Tensor& parameter, Re
   const Tensor& gradient = parameter.grad();
   if (gradient.defined() != plain.gradient.has_value()) {
     return report.fail(name, ".grad is ",
-                       gradient.defined() ? format(read_values(gradient)) : "none", "; right is ",
+                       gradient.defined() ? format(read_values(gradient)) : "none", "; expected ",
                        plain.gradient ? format(plain.gradient->values) : "none");
   }
   if (!gradient.defined()) return;
@@ -719,10 +715,10 @@ inline void compare_gradient(ReferenceWeight& plain, const Tensor& parameter, Re
   if (gradient.scalar_type() != plain.gradient->dtype ||
       !are_close(actual, plain.gradient->values, tolerance)) {
     report.fail(name, ".grad is ", format(actual), " of ", c10::toString(gradient.scalar_type()),
-                "; right is ", format(plain.gradient->values), " of ",
+                "; expected ", format(plain.gradient->values), " of ",
                 c10::toString(plain.gradient->dtype), ", within ", format(tolerance));
   }
   plain.gradient->values = actual;
 }
 
-}  // namespace step_programs
+}  // namespace randomized_training
