@@ -25,8 +25,8 @@ namespace {
 using torch::Tensor;
 
 void print(const Interleaved& peers, std::size_t base, double bytes) {
-  for (std::size_t i = 0; i < peers.peers().size(); ++i) {
-    std::printf("  %-44s %8.3f ms  best %8.3f", peers.peers()[i].name.c_str(), peers.median_ms(i),
+  for (std::size_t i = 0; i < peers.candidates().size(); ++i) {
+    std::printf("  %-44s %8.3f ms  best %8.3f", peers.candidates()[i].name.c_str(), peers.median_ms(i),
                 peers.best_ms(i));
     if (bytes > 0) std::printf("  %6.1f GB/s", bytes / peers.median_ms(i) * 1e-6);
     std::printf("  x %.2f\n", peers.median_ratio(i, base));
