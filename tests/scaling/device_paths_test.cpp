@@ -35,7 +35,7 @@ using testing::Not;
 using testing::Pair;
 
 // Without a GPU the path through ATen's kernels can still be walked with CPU tensors.
-TEST(AtenPath, UnscalesMixedDtypesAndChecksTheProducts) {
+TEST(AtenFallback, UnscalesMixedDtypesAndChecksProducts) {
   const std::vector<torch::Tensor> gradients{
       torch::full({2}, 8.0F), torch::full({1}, 8.0).to(torch::kDouble), torch::full({3}, 16.0F)};
   auto found_inf = torch::zeros({});
@@ -49,7 +49,7 @@ TEST(AtenPath, UnscalesMixedDtypesAndChecksTheProducts) {
   EXPECT_EQ(found_inf.item<float>(), 1.0F);
 }
 
-TEST(AtenPath, UpdatesAndClampsAsTheRuleDoes) {
+TEST(AtenFallback, UpdateMatchesGradScalerOptions) {
   for (const auto& rule :
        {GradScalerOptions::dynamic({.init_scale = 4,
        .growth_factor = 8,
@@ -73,7 +73,7 @@ TEST(AtenPath, UpdatesAndClampsAsTheRuleDoes) {
   }
 }
 
-TEST(AtenPath, RefusesHysteresisAndNamesTheTargetThatHasIt) {
+TEST(AtenFallback, ThrowsForHysteresis) {
   const auto refused = [] {
     mezzo::detail::check_update_kernel(GradScalerOptions::dynamic({.hysteresis = 2}), torch::kXPU);
   };
@@ -82,7 +82,7 @@ TEST(AtenPath, RefusesHysteresisAndNamesTheTargetThatHasIt) {
 }
 
 // A step divides by the inverse, which is written wherever the scale is.
-TEST(GradScaler, InverseFollowsTheScale) {
+TEST(GradScaler, InverseScaleFollowsScale) {
   auto x = test_support::parameter({0});
   mezzo::optim::SGD optimizer({x}, 1.0);
   GradScaler scaler(
@@ -113,7 +113,7 @@ TEST(GradScaler, InverseFollowsTheScale) {
 }
 
 // From subnormal scales, whose inverse is inf, to those whose inverse is subnormal.
-TEST(InverseScale, HasTheBitsOfATensorsReciprocal) {
+TEST(InverseScale, IsBitwiseIdenticalToReciprocal) {
   torch::manual_seed(1);
   const auto scales =
       torch::cat({torch::rand({20000}) * torch::pow(2.0F, torch::randint(-149, 128, {20000})),
@@ -148,7 +148,7 @@ class CalledOps {
 };
 
 // Each op of ATen's would be a launch of its own on a device.
-TEST(GradScaler, ComputesNoInverseInAStep) {
+TEST(GradScaler, StepComputesNoInverseScale) {
   const auto x = torch::ones({4}).requires_grad_();
   mezzo::optim::AdamW optimizer({x});
   GradScaler scaler({.init_scale = 8, .growth_interval = 1});
@@ -162,7 +162,7 @@ TEST(GradScaler, ComputesNoInverseInAStep) {
   }
 }
 
-TEST(Gradients, AreGroupedByDevice) {
+TEST(Gradients, GroupedByDevice) {
   const auto on = [](torch::Device device) {
     const auto x = torch::zeros({2}, torch::device(device).requires_grad(true));
     x.mutable_grad() = torch::zeros({2}, device);
@@ -177,7 +177,7 @@ TEST(Gradients, AreGroupedByDevice) {
   EXPECT_THAT(groups, ElementsAre(Pair(torch::kCPU, 2), Pair(torch::kMeta, 1)));
 }
 
-TEST(GradScaler, ChecksTheGradientsOfAllDevicesBeforeItWritesAny) {
+TEST(GradScaler, ChecksAllDevicesBeforeWriting) {
   auto x = test_support::parameter({0});
   const auto y = torch::zeros({2}, torch::kMeta).requires_grad_();
   test_support::set_grad(x, {4});

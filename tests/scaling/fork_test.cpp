@@ -69,7 +69,7 @@ Ended in_a_child(const Work& work) {
   return has_ended ? static_cast<Ended>(WEXITSTATUS(status)) : Ended::badly;
 }
 
-TEST(Fork, AChildTrainsOnAsItsParentDoes) {
+TEST(Fork, ChildContinuesTraining) {
   if (torch::cuda::is_available()) GTEST_SKIP() << "libtorch's autograd does not outlive a fork";
   const int threads = at::get_num_threads();
   at::set_num_threads(1);
@@ -99,7 +99,7 @@ TEST(Fork, AChildTrainsOnAsItsParentDoes) {
 }
 
 // Learners of a thread pool share one scaler, and the first iteration's losses come at once.
-TEST(GradScalerConcurrentScale, ThreadsMayScaleTheFirstLossesAtOnce) {
+TEST(GradScalerConcurrentScale, IsSafeOnFirstLosses) {
   constexpr int kThreads = 3;
   for (int round = 0; round < 300; ++round) {
     mezzo::GradScaler scaler({.init_scale = 1024});

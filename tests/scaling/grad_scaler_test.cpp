@@ -43,7 +43,7 @@ using testing::StartsWith;
 using testing::ThrowsMessage;
 using torch::Tensor;
 
-TEST(GradScaler, HasTorchsDefaults) {
+TEST(GradScaler, DefaultsMatchTorch) {
   const GradScaler scaler;
   EXPECT_TRUE(scaler.is_enabled());
   EXPECT_EQ(scaler.get_scale(), 65536.0);
@@ -58,14 +58,14 @@ static_assert(!std::is_constructible_v<GradScaler, int>);
 static_assert(!std::is_constructible_v<GradScaler, bool>);
 static_assert(std::is_aggregate_v<GradScalerOptions>);
 
-TEST(GradScaler, TakesOptionsInBracesAsTorchTakesArguments) {
+TEST(GradScaler, AcceptsOptionsInBraces) {
   const GradScaler scaler({.init_scale = 1024, .growth_factor = 4, .backoff_factor = 0.25});
   EXPECT_EQ(scaler.get_scale(), 1024);
   EXPECT_EQ(scaler.get_growth_factor(), 4);
   EXPECT_EQ(scaler.get_backoff_factor(), 0.25);
 }
 
-TEST(GradScaler, ScalesNestedContainersToTheSameType) {
+TEST(GradScaler, ScalesNestedContainers) {
   GradScaler scaler({.init_scale = 4});
   const auto one = torch::ones({});
   using Outputs = std::tuple<torch::Tensor, std::vector<torch::Tensor>,
@@ -83,7 +83,7 @@ TEST(GradScaler, ScalesNestedContainersToTheSameType) {
   EXPECT_EQ(one.item<float>(), 1.0F);
 }
 
-TEST(GradScaler, RefusesToGoBackwardThroughAScaleThatHasMoved) {
+TEST(GradScaler, BackwardThrowsAfterScaleChanged) {
   auto scaler = make_silent_scaler({.growth_interval = 1});
   auto x = parameter({1});
   auto optimizer = sgd({x});
@@ -95,7 +95,7 @@ TEST(GradScaler, RefusesToGoBackwardThroughAScaleThatHasMoved) {
               HasSubstr("modified by an inplace operation"));
 }
 
-TEST(GradScaler, UnscalesStepsAndReturnsWhatTheOptimizerReturned) {
+TEST(GradScaler, StepUnscalesAndReturnsOptimizerValue) {
   auto scaler = make_silent_scaler({.init_scale = 4});
   auto x = parameter({10, 20});
   auto optimizer = sgd({x});
@@ -112,7 +112,7 @@ TEST(GradScaler, UnscalesStepsAndReturnsWhatTheOptimizerReturned) {
 }
 
 // A tied weight: libtorch's Module::parameters() names it as often as the model has it.
-TEST(GradScaler, UnscalesOnceWhatIsGivenTwice) {
+TEST(GradScaler, UnscalesDuplicateParamOnce) {
   for (const bool explicitly : {false, true}) {
     auto scaler = make_silent_scaler({.init_scale = 4});
     auto x = parameter({3, 4});
@@ -130,7 +130,7 @@ TEST(GradScaler, UnscalesOnceWhatIsGivenTwice) {
   }
 }
 
-TEST(GradScaler, CoalescesSparseGradientsBeforeItChecks) {
+TEST(GradScaler, CoalescesSparseGradientsBeforeCheck) {
   auto scaler = make_silent_scaler({.init_scale = 2, .allow_fp16_gradients = true});
   const auto x = torch::zeros({4}, torch::dtype(torch::kHalf).requires_grad(true));
   auto optimizer = sgd({x});
@@ -147,7 +147,7 @@ TEST(GradScaler, CoalescesSparseGradientsBeforeItChecks) {
   EXPECT_TRUE(torch::equal(x.to(torch::kFloat), torch::tensor({0.0F, -32000.0F, 0.0F, -32000.0F})));
 }
 
-TEST(GradScaler, RefusesHalfGradientsUnlessTheyAreAllowed) {
+TEST(GradScaler, ThrowsForFp16GradientsUnlessAllowed) {
   const auto x = torch::zeros({1}, torch::dtype(torch::kHalf).requires_grad(true));
   auto optimizer = sgd({x});
   const auto refused = [&](const auto& call) {
@@ -171,7 +171,7 @@ TEST(GradScaler, RefusesHalfGradientsUnlessTheyAreAllowed) {
 
 // Divided by a scale below 1 it overflows in half and not in float, which is what the check
 // computes in.
-TEST(GradScaler, FindsAnInfThatUnscalingMakesInHalf) {
+TEST(GradScaler, FindsInfFromUnscalingFp16) {
   for (const bool zero_grad : {false, true}) {
     for (const double max_norm : {1e9, std::numeric_limits<double>::infinity()}) {
       auto scaler = make_silent_scaler(
@@ -198,7 +198,7 @@ TEST(GradScaler, FindsAnInfThatUnscalingMakesInHalf) {
 
 // --- Bounds, and memory that is shared.
 
-TEST(GradScalerBounds, RefusesWhatRoundsToZeroAsAFloat) {
+TEST(GradScalerBounds, ThrowsForScaleRoundingToZero) {
   EXPECT_THAT([] { GradScaler({.init_scale = 1e-60, .min_scale = 0}); },
               ThrowsMessage<c10::Error>(HasSubstr("init_scale is 1e-60")));
   EXPECT_THAT([] { GradScaler({.min_scale = 1e-60}); },
@@ -209,7 +209,7 @@ TEST(GradScalerBounds, RefusesWhatRoundsToZeroAsAFloat) {
               ThrowsMessage<c10::Error>(HasSubstr("new_scale is 1e-60")));
 }
 
-TEST(GradScalerBounds, HoldForAFixedScaleToo) {
+TEST(GradScalerBounds, ApplyToFixedScale) {
   GradScaler scaler({.init_scale = 128, .max_scale = 1024, .mode = LossScaleMode::fixed});
   (void)scaler.scale(torch::zeros({}));
   EXPECT_EQ(scaler.options().max_scale, 1024.0F);
@@ -225,7 +225,7 @@ class GradScalerSharing : public testing::Test {
   torch::optim::SGD sgd_{{x_}, torch::optim::SGDOptions(1.0)};
 };
 
-TEST_F(GradScalerSharing, UnscalesACopyOnWriteGradientAndLeavesTheOtherAlone) {
+TEST_F(GradScalerSharing, UnscaleKeepsCopyOnWriteSource) {
   const auto shared = torch::ones({4});
   x_.mutable_grad() = at::_lazy_clone(shared);
   (void)scaler_.scale(torch::zeros({}));
@@ -234,7 +234,7 @@ TEST_F(GradScalerSharing, UnscalesACopyOnWriteGradientAndLeavesTheOtherAlone) {
   EXPECT_TRUE(torch::equal(x_.grad(), torch::full({4}, 0.25)));
 }
 
-TEST_F(GradScalerSharing, ReadsAZeroTensorWithoutMemory) {
+TEST_F(GradScalerSharing, AcceptsZeroTensor) {
   x_.mutable_grad() = at::_efficientzerotensor({4}, torch::kFloat);
   GradScaler constant{mezzo::GradScalerOptions::none()};
   (void)constant.scale(torch::zeros({}));
@@ -242,7 +242,7 @@ TEST_F(GradScalerSharing, ReadsAZeroTensorWithoutMemory) {
   EXPECT_TRUE(torch::equal(x_, torch::zeros({4})));
 }
 
-TEST_F(GradScalerSharing, ASkipCallbackMaySilenceItself) {
+TEST_F(GradScalerSharing, CallbackCanRemoveItself) {
   const auto calls = std::make_shared<int>(0);
   scaler_.on_skip([this, calls](const mezzo::SkippedStep&) {
     scaler_.on_skip(nullptr);
@@ -259,7 +259,7 @@ TEST_F(GradScalerSharing, ASkipCallbackMaySilenceItself) {
 
 // A model of 161 parameters in half on the CPU, whose first scaled gradients overflow: half a
 // second, for half is slow on most CPUs.
-TEST(HalfTraining, OverflowsSkipsRecoversAndTrainsOn) {
+TEST(GradScalerFp16Training, RecoversFromOverflow) {
   torch::manual_seed(5);
   torch::nn::Sequential model(torch::nn::Linear(8, 16), torch::nn::ReLU(),
                               torch::nn::Linear(16, 1));
@@ -298,7 +298,7 @@ TEST(HalfTraining, OverflowsSkipsRecoversAndTrainsOn) {
 
 // --- How the loss scale moves, and what is said of it.
 
-TEST(GradScaler, CopiesANewScaleThatItIsGiven) {
+TEST(GradScaler, UpdateCopiesNewScale) {
   auto scaler = make_silent_scaler({});
   auto new_scale = torch::full({}, 3.0);
   scaler.update(new_scale);
@@ -308,7 +308,7 @@ TEST(GradScaler, CopiesANewScaleThatItIsGiven) {
   EXPECT_EQ(scaler.get_scale(), 9.0);
 }
 
-TEST(GradScaler, RefusesANewScaleThatItCannotUse) {
+TEST(GradScaler, UpdateThrowsForInvalidScale) {
   auto scaler = make_silent_scaler({.min_scale = 1, .max_scale = 1e6});
   for (const double bad : {0.0, -1.0, 0.5, 2e6, std::nan(""), 1e300}) {
     EXPECT_THAT(message_of([&] { scaler.update(bad); }), HasSubstr("new_scale is"));
@@ -325,7 +325,7 @@ TEST(GradScaler, RefusesANewScaleThatItCannotUse) {
   EXPECT_EQ(scaler.get_scale(), 1e6);
 }
 
-TEST(GradScaler, ChecksItsRuleInSettersAndWhereItIsDisabled) {
+TEST(GradScaler, ThrowsForInvalidOptionsWhenDisabled) {
   GradScaler scaler;
   EXPECT_THAT(message_of([&] { scaler = GradScaler({.growth_interval = 0, .enabled = false}); }),
               HasSubstr("growth_interval is 0"));
@@ -336,7 +336,7 @@ TEST(GradScaler, ChecksItsRuleInSettersAndWhereItIsDisabled) {
               HasSubstr("growth_interval is -1"));
 }
 
-TEST(GradScaler, ANewScaleForNoScaleThrows) {
+TEST(GradScaler, UpdateThrowsForModeNone) {
   auto scaler = make_silent_scaler(GradScalerOptions::none());
   for (const auto& error : {message_of([&] { scaler.update(2.0); }),
                             message_of([&] { scaler.update(torch::full({}, 2.0)); })}) {
@@ -345,14 +345,14 @@ TEST(GradScaler, ANewScaleForNoScaleThrows) {
   EXPECT_EQ(scaler.get_scale(), 1);
 }
 
-TEST(GradScaler, SettersRefuseARuleThatHasNoGrowth) {
+TEST(GradScaler, SettersThrowForConstantScale) {
   GradScaler scaler(GradScalerOptions::fixed(2));
   EXPECT_THAT(message_of([&] { scaler.set_growth_factor(4); }), HasSubstr("dynamic"));
   EXPECT_THAT(message_of([&] { scaler.set_backoff_factor(0.1); }), HasSubstr("dynamic"));
   EXPECT_THAT(message_of([&] { scaler.set_growth_interval(4); }), HasSubstr("dynamic"));
 }
 
-TEST(GradScaler, AFixedScaleSkipsButNeverMoves) {
+TEST(GradScaler, FixedScaleSkipsWithoutBackoff) {
   SingleParamTraining one(GradScalerOptions::fixed(128));
   EXPECT_FALSE(one.step(kInfinity).applied());
   EXPECT_EQ(one.scaler.get_scale(), 128.0);
@@ -360,7 +360,7 @@ TEST(GradScaler, AFixedScaleSkipsButNeverMoves) {
   EXPECT_EQ(one.x.item<float>(), -1.0F);
 }
 
-TEST(GradScaler, WithoutAScaleChecksAndTouchesNeitherLossNorGradients) {
+TEST(GradScaler, ModeNoneChecksWithoutScaling) {
   SingleParamTraining one(GradScalerOptions::none());
   const auto loss = one.x.sum();
   EXPECT_TRUE(one.scaler.scale(loss).is_same(loss));
@@ -373,12 +373,12 @@ TEST(GradScaler, WithoutAScaleChecksAndTouchesNeitherLossNorGradients) {
   EXPECT_THAT(message_of([&] { one.scaler.update(2.0); }), HasSubstr("LossScaleMode::none"));
 }
 
-TEST(GradScaler, HysteresisSkipsWithoutBackingOffAtOnce) {
+TEST(GradScaler, HysteresisDelaysBackoff) {
   SingleParamTraining one({.init_scale = 8, .hysteresis = 2});
   EXPECT_THAT(one.scales({kInfinity, kInfinity, kInfinity}), ElementsAre(8, 4, 2));
 }
 
-TEST(GradScaler, TellsOfASkipOnce) {
+TEST(GradScaler, CallbackReportsSkipOnce) {
   std::vector<std::string> lines;
   auto scaler = make_silent_scaler({.loss_id = 0});
   scaler.on_skip([&](const mezzo::SkippedStep& skip) { lines.push_back(skip.message()); });
@@ -398,7 +398,7 @@ TEST(GradScaler, TellsOfASkipOnce) {
                        "scale to 32768.0"}));
 }
 
-TEST(GradScaler, TellsOfAnInfThatUnscaleFoundWithoutAStep) {
+TEST(GradScaler, CallbackReportsInfFromUnscale) {
   int told = 0;
   SingleParamTraining one;
   one.scaler.on_skip([&told](const mezzo::SkippedStep&) { ++told; });
@@ -409,7 +409,7 @@ TEST(GradScaler, TellsOfAnInfThatUnscaleFoundWithoutAStep) {
   EXPECT_EQ(one.scaler.get_scale(), 512);
 }
 
-TEST(GradScaler, TellsOfASkipInTheGradModeOfWhoeverUpdates) {
+TEST(GradScaler, CallbackRunsInCallersGradMode) {
   std::vector<bool> modes;
   SingleParamTraining one;
   one.scaler.on_skip(
@@ -431,7 +431,7 @@ std::vector<std::string> lines_of(SingleParamTraining& one, int steps, float gra
   return lines;
 }
 
-TEST(GradScaler, WritesSkipsToTheErrorStreamUnlessSilenced) {
+TEST(GradScaler, PrintsSkipsToStderrByDefault) {
   SingleParamTraining one(GradScaler({.init_scale = 1, .loss_id = 3}));
   EXPECT_THAT(lines_of(one, 1, kInfinity),
               ElementsAre("Gradient overflow or NaN.  Skipping step, loss scaler 3 reducing loss "
@@ -441,7 +441,7 @@ TEST(GradScaler, WritesSkipsToTheErrorStreamUnlessSilenced) {
 }
 
 // A loss that is NaN for good would write a line a step.
-TEST(GradScaler, TellsOfAScaleAtItsFloorOnceAndThenRarely) {
+TEST(GradScaler, PrintsSkipsAtMinScaleRarely) {
   SingleParamTraining one(GradScaler({.init_scale = 4, .min_scale = 1}));
   EXPECT_EQ(lines_of(one, 2, kInfinity).size(), 2U) << "4 to 2, and 2 to 1";
   EXPECT_THAT(lines_of(one, 1, kInfinity), ElementsAre(AllOf(HasSubstr("keeping loss scale at 1.0"),
@@ -454,7 +454,7 @@ TEST(GradScaler, TellsOfAScaleAtItsFloorOnceAndThenRarely) {
 }
 
 // What a loss that is NaN for good wrote, down to a scale of 5.7e-14.
-TEST(GradScaler, TellsAfterTenSkipsInARowThatNoScaleCuresThemAndThenRarely) {
+TEST(GradScaler, PrintsAdviceAfterTenSkips) {
   SingleParamTraining one{GradScaler()};
   const auto first = lines_of(one, 60, std::numeric_limits<float>::quiet_NaN());
   ASSERT_EQ(first.size(), 11U);
@@ -476,7 +476,7 @@ TEST(GradScaler, TellsAfterTenSkipsInARowThatNoScaleCuresThemAndThenRarely) {
   EXPECT_EQ(lines_of(one, 1, kInfinity).size(), 0U);
 }
 
-TEST(GradScaler, TellsACallbackHowManySkipsWereInARow) {
+TEST(GradScaler, CallbackReportsConsecutiveSkips) {
   std::vector<int64_t> times;
   SingleParamTraining one({.min_scale = 32768});
   one.scaler.on_skip(
@@ -487,7 +487,7 @@ TEST(GradScaler, TellsACallbackHowManySkipsWereInARow) {
   EXPECT_THAT(times, ElementsAre(1, 2, 3, 1));
 }
 
-TEST(SkippedStep, PrintsScalesAsPythonDoes) {
+TEST(SkippedStep, FormatsScaleAsPython) {
   const auto line = [](float scale, float next) {
     return mezzo::SkippedStep{.scale = scale, .next_scale = next}.message();
   };
@@ -502,13 +502,13 @@ TEST(SkippedStep, PrintsScalesAsPythonDoes) {
 
 // --- Calls that a scaler accepts and refuses, and what it remembers between them.
 
-TEST(GradScaler, TakesAClosureThatIsNone) {
+TEST(GradScaler, AcceptsNullClosure) {
   SingleParamTraining one;
   set_grad(one.x, {1});
   EXPECT_TRUE(one.scaler.step(one.optimizer, nullptr).applied());
 }
 
-TEST(GradScaler, MayStepAgainAfterAnOptimizerThatThrew) {
+TEST(GradScaler, StepSucceedsAfterOptimizerThrew) {
   for (const double max_norm : {100.0, double{kInfinity}}) {
     auto scaler = make_silent_scaler({.init_scale = 4});
     auto x = parameter({1});
@@ -524,7 +524,7 @@ TEST(GradScaler, MayStepAgainAfterAnOptimizerThatThrew) {
 }
 
 // torch refuses it too: what came after is scaled, and would be taken for unscaled.
-TEST(GradScaler, RefusesGradientsThatCameAfterUnscaleFoundNone) {
+TEST(GradScaler, ThrowsForGradientsCreatedAfterUnscale) {
   auto scaler = make_silent_scaler({.init_scale = 4});
   auto x = parameter({1});
   torch::optim::SGD of_torch({x}, 1.0);
@@ -539,7 +539,7 @@ TEST(GradScaler, RefusesGradientsThatCameAfterUnscaleFoundNone) {
   EXPECT_EQ(x.item<float>(), 1);
 }
 
-TEST(GradScaler, DisabledPassesEverythingThrough) {
+TEST(GradScaler, DisabledPassesThrough) {
   GradScaler scaler({.enabled = false});
   auto x = parameter({1});
   auto optimizer = sgd({x});
@@ -563,7 +563,7 @@ TEST(GradScaler, DisabledPassesEverythingThrough) {
   scaler.load_state_dict({{"nonsense", 1}});
 }
 
-TEST(GradScaler, MovesWithItsState) {
+TEST(GradScaler, MovePreservesState) {
   auto scaler = make_silent_scaler({.init_scale = 4});
   auto x = parameter({0});
   auto optimizer = sgd({x});
@@ -578,7 +578,7 @@ TEST(GradScaler, MovesWithItsState) {
 
 /// libtorch's SGD and mezzo's, with a rate of 1: a step subtracts the gradient.
 template <class Optimizer>
-class UnplannedScalerCalls : public testing::Test {
+class GradScalerEdgeCases : public testing::Test {
  protected:
   static Optimizer sgd(std::vector<Tensor> parameters) {
     return Optimizer(std::move(parameters), torch::optim::SGDOptions(1.0));
@@ -586,9 +586,9 @@ class UnplannedScalerCalls : public testing::Test {
 };
 
 using Optimizers = testing::Types<torch::optim::SGD, mezzo::optim::SGD>;
-TYPED_TEST_SUITE(UnplannedScalerCalls, Optimizers);
+TYPED_TEST_SUITE(GradScalerEdgeCases, Optimizers);
 
-TYPED_TEST(UnplannedScalerCalls, TwoScalersTakeTheirScalesOffOneAfterTheOther) {
+TYPED_TEST(GradScalerEdgeCases, TwoScalersUnscaleInSequence) {
   auto x = parameter({0});
   auto optimizer = this->sgd({x});
   auto first = make_silent_scaler({.init_scale = 4});
@@ -604,7 +604,7 @@ TYPED_TEST(UnplannedScalerCalls, TwoScalersTakeTheirScalesOffOneAfterTheOther) {
   EXPECT_EQ(second.get_scale(), 8);
 }
 
-TYPED_TEST(UnplannedScalerCalls, WhatWasFoundCountsThoughTheOptimizerIsGone) {
+TYPED_TEST(GradScalerEdgeCases, FoundInfCountsAfterOptimizerDestroyed) {
   auto x = parameter({0});
   auto scaler = make_silent_scaler({.init_scale = 4});
   {
@@ -616,7 +616,7 @@ TYPED_TEST(UnplannedScalerCalls, WhatWasFoundCountsThoughTheOptimizerIsGone) {
   EXPECT_EQ(scaler.get_scale(), 2);
 }
 
-TYPED_TEST(UnplannedScalerCalls, ALossThatIsScaledTwiceKeepsOneScale) {
+TYPED_TEST(GradScalerEdgeCases, LossScaledTwiceKeepsOneScale) {
   auto x = parameter({0});
   auto optimizer = this->sgd({x});
   GradScaler scaler({.init_scale = 4});
@@ -625,7 +625,7 @@ TYPED_TEST(UnplannedScalerCalls, ALossThatIsScaledTwiceKeepsOneScale) {
   EXPECT_EQ(x.item<float>(), -4);
 }
 
-TYPED_TEST(UnplannedScalerCalls, ParametersWithoutElementsStep) {
+TYPED_TEST(GradScalerEdgeCases, EmptyParametersStep) {
   auto x = parameter({});
   auto optimizer = this->sgd({x});
   auto scaler = make_silent_scaler({});
@@ -634,7 +634,7 @@ TYPED_TEST(UnplannedScalerCalls, ParametersWithoutElementsStep) {
   scaler.update();
 }
 
-TYPED_TEST(UnplannedScalerCalls, NothingToCheckIsAnError) {
+TYPED_TEST(GradScalerEdgeCases, ThrowsWithoutGradients) {
   auto x = parameter({1});
   auto without_gradients = this->sgd({x});
   // mezzo's refuses to be without parameters.
@@ -649,7 +649,7 @@ TYPED_TEST(UnplannedScalerCalls, NothingToCheckIsAnError) {
               HasSubstr("No inf checks were recorded prior to update."));
 }
 
-TYPED_TEST(UnplannedScalerCalls, AGradientThatTwoParametersShareIsUnscaledOnce) {
+TYPED_TEST(GradScalerEdgeCases, SharedGradientUnscaledOnce) {
   for (const bool unscales_before : {false, true}) {
     auto x = parameter({0}), y = parameter({0});
     auto optimizer = this->sgd({x, y});
@@ -663,7 +663,7 @@ TYPED_TEST(UnplannedScalerCalls, AGradientThatTwoParametersShareIsUnscaledOnce) 
   }
 }
 
-TYPED_TEST(UnplannedScalerCalls, TwoGradientsOfOneMemoryAreEachUnscaled) {
+TYPED_TEST(GradScalerEdgeCases, AliasedGradientsUnscaledSeparately) {
   auto x = parameter({0}), y = parameter({0});
   auto optimizer = this->sgd({x, y});
   auto scaler = make_silent_scaler({.init_scale = 4});
@@ -673,7 +673,7 @@ TYPED_TEST(UnplannedScalerCalls, TwoGradientsOfOneMemoryAreEachUnscaled) {
   EXPECT_EQ(x.grad().item<float>(), 1);
 }
 
-TYPED_TEST(UnplannedScalerCalls, AFirstGroupThatLeavesTakesNoRecordWithIt) {
+TYPED_TEST(GradScalerEdgeCases, RemovingFirstGroupKeepsState) {
   auto x = parameter({0}), y = parameter({0}), z = parameter({0});
   auto optimizer = this->sgd({x});
   for (const auto& other : {y, z}) {
@@ -692,7 +692,7 @@ TYPED_TEST(UnplannedScalerCalls, AFirstGroupThatLeavesTakesNoRecordWithIt) {
   EXPECT_EQ(z.item<float>(), -1) << "stepped once";
 }
 
-TEST(UnplannedCalls, LossesOfAnyDtypeAreScaledInIt) {
+TEST(GradScaler, ScalesLossInItsDtype) {
   auto scaler = make_silent_scaler({.init_scale = 4});
   for (const auto dtype :
        {torch::kFloat, torch::kDouble, torch::kBFloat16, torch::kHalf, torch::kComplexFloat}) {
@@ -727,7 +727,7 @@ GradScalerOptions unusual_options() {
 }
 
 /// Python's scaler takes what is read from a file, and refuses a growth_interval that is a float.
-TEST(GradScalerState, InAnArchiveHasCountsAsIntegers) {
+TEST(GradScalerStateDict, ArchiveStoresCountsAsIntegers) {
   GradScaler scaler(unusual_options());
   std::stringstream file;
   torch::save(scaler, file);
@@ -745,7 +745,7 @@ TEST(GradScalerState, InAnArchiveHasCountsAsIntegers) {
 }
 
 /// As files were before.
-TEST(GradScalerState, InAnArchiveMayHaveCountsAsFloats) {
+TEST(GradScalerStateDict, LoadAcceptsCountsAsFloats) {
   std::stringstream file;
   torch::serialize::OutputArchive written;
   for (const auto& [key, value] : GradScaler(unusual_options()).state_dict()) {
@@ -757,7 +757,7 @@ TEST(GradScalerState, InAnArchiveMayHaveCountsAsFloats) {
   EXPECT_EQ(scaler.state_dict(), GradScaler(unusual_options()).state_dict());
 }
 
-TEST(GradScalerState, ComesBackWhole) {
+TEST(GradScalerStateDict, LoadRestoresAllValues) {
   GradScaler source(unusual_options());
   source.on_skip(nullptr);
   run(source, {kInfinity, kInfinity, kInfinity, 1, 1, kInfinity});
@@ -777,14 +777,14 @@ TEST(GradScalerState, ComesBackWhole) {
   }
 }
 
-TEST(GradScalerState, AFixedScaleStaysFixed) {
+TEST(GradScalerStateDict, LoadKeepsFixedMode) {
   GradScaler restored;
   restored.load_state_dict(GradScaler(GradScalerOptions::fixed(128)).state_dict());
   EXPECT_EQ(restored.options().mode, mezzo::LossScaleMode::fixed);
   EXPECT_EQ(restored.get_scale(), 128.0);
 }
 
-TEST(GradScalerState, TakesWhatTorchWroteAndKeepsItsOwnBounds) {
+TEST(GradScalerStateDict, LoadAcceptsTorchStateAndKeepsBounds) {
   GradScaler scaler(unusual_options());
   scaler.load_state_dict({{"scale", 512},
                           {"growth_factor", 2},
@@ -799,7 +799,7 @@ TEST(GradScalerState, TakesWhatTorchWroteAndKeepsItsOwnBounds) {
   EXPECT_EQ(state.at("_hysteresis_tracker"), 3);
 }
 
-TEST(GradScalerState, RefusesADisabledScalersStateInTorchsWords) {
+TEST(GradScalerStateDict, LoadThrowsForDisabledScalersState) {
   const auto disabled = GradScaler({.enabled = false});
   const std::string words =
       "The source state dict is empty, possibly because it was saved from a disabled instance of "
@@ -810,7 +810,7 @@ TEST(GradScalerState, RefusesADisabledScalersStateInTorchsWords) {
   EXPECT_THAT(message_of([&] { torch::load(scaler, stream); }), testing::StartsWith(words));
 }
 
-TEST(GradScalerState, LoadTakesAllOrNothing) {
+TEST(GradScalerStateDict, FailedLoadChangesNothing) {
   const GradScaler::StateDict given{
       {"scale", 64},          {"growth_factor", 4},   {"backoff_factor", 0.25},
       {"growth_interval", 5}, {"_growth_tracker", 2}, {"min_scale", 2},
@@ -851,7 +851,7 @@ TEST(GradScalerState, LoadTakesAllOrNothing) {
 }
 
 /// Otherwise the step after the load would take scaled gradients for unscaled ones.
-TEST(GradScalerState, ThatIsLoadedBeginsAnIteration) {
+TEST(GradScalerStateDict, LoadDiscardsPendingIteration) {
   GradScaler scaler({.init_scale = 8});
   std::stringstream stream;
   torch::save(scaler, stream);

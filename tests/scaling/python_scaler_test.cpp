@@ -34,7 +34,7 @@ nlohmann::json json_for_python(const mezzo::GradScaler& scaler) {
   return json;
 }
 
-TEST(GradScalerState, OfPythonInJsonGoesOnWhereItStopped) {
+TEST(GradScalerStateDict, LoadsPythonJsonAndContinues) {
   mezzo::GradScaler scaler = scaler_of_python();
   torch::Tensor parameter = torch::zeros({1}, torch::requires_grad());
   torch::optim::SGD optimizer({parameter}, 0.1);
@@ -53,7 +53,7 @@ TEST(GradScalerState, OfPythonInJsonGoesOnWhereItStopped) {
 
 /// Python refuses a growth_interval that is not an int; what record_python_scaler.py prints when it
 /// is given this text is {"scale": 512.0, ..., "growth_interval": 3, "_growth_tracker": 1}.
-TEST(GradScalerState, InJsonHasTheCountsAsPythonWantsThem) {
+TEST(GradScalerStateDict, JsonCountsAreIntegers) {
   const nlohmann::json json = json_for_python(scaler_of_python());
   const nlohmann::json python =
       nlohmann::json::parse(std::ifstream(MEZZO_SCALING_TEST_DATA "/python_scaler.json"));

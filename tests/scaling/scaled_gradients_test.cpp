@@ -133,7 +133,7 @@ TYPED_TEST(GradScalerScaledGradients, NewOptimizerAtSameAddressIsNotUnscaled) {
 }
 
 // As a loop of SAM has it: unscale_, a perturbation, and a second pass.
-TYPED_TEST(GradScalerScaledGradients, SecondPassAfterUnscaleThrows) {
+TYPED_TEST(GradScalerScaledGradients, SecondBackwardAfterUnscaleThrows) {
   auto optimizer = this->sgd({this->x});
   this->backward(this->x);
   this->scaler.unscale_(optimizer);
@@ -195,7 +195,7 @@ TYPED_TEST(GradScalerScaledGradients, NewOptimizerAtSameAddressSteps) {
   }
 }
 
-TYPED_TEST(GradScalerScaledGradients, ScaleOfTheCallersOwnDoesNotWarn) {
+TYPED_TEST(GradScalerScaledGradients, CallersOwnScaleDoesNotWarn) {
   auto optimizer = this->sgd({this->x});
   (void)this->scaler.scale(torch::ones({}));
   for (int i = 0; i < 3; ++i) {
@@ -209,7 +209,7 @@ TYPED_TEST(GradScalerScaledGradients, ScaleOfTheCallersOwnDoesNotWarn) {
   EXPECT_THAT(this->warnings.texts, IsEmpty());
 }
 
-TYPED_TEST(GradScalerScaledGradients, AnotherOptimizersPassAfterUnscaleSteps) {
+TYPED_TEST(GradScalerScaledGradients, OtherOptimizersBackwardAfterUnscaleSteps) {
   auto first = this->sgd({this->x}), second = this->sgd({this->y});
   this->backward(this->x);
   this->scaler.unscale_(first);
@@ -241,7 +241,7 @@ TYPED_TEST(GradScalerScaledGradients, SharedParameterUnscaledForAnotherOptimizer
 }
 
 // Each backward pass writes gradients anew, as in a GAN whose networks share a part.
-TYPED_TEST(GradScalerScaledGradients, SharedParameterWithPassOfItsOwnSteps) {
+TYPED_TEST(GradScalerScaledGradients, SharedParameterWithSeparateBackwardSteps) {
   auto first = this->sgd({this->x}), second = this->sgd({this->y, this->x});
   for (const auto& optimizer : {mezzo::OptimizerRef(first), mezzo::OptimizerRef(second)}) {
     first.zero_grad(/*set_to_none=*/false);
@@ -297,7 +297,7 @@ TYPED_TEST(GradScalerScaledGradients, UpdateToNewScaleReportsUnscaledInf) {
   EXPECT_THAT(scales, ElementsAre(4));
 }
 
-TEST(GradScalerState, LoadKeepsOptionsThatAreNotInIt) {
+TEST(GradScalerStateDict, LoadKeepsOptionsNotInState) {
   GradScaler scaler({.allow_fp16_gradients = true, .loss_id = 3});
   scaler.load_state_dict(GradScaler({.init_scale = 2}).state_dict());
   EXPECT_TRUE(scaler.options().allow_fp16_gradients);
@@ -320,7 +320,7 @@ TYPED_TEST(GradScalerScaledGradients, HugeScaleClipsAccurately) {
   }
 }
 
-TYPED_TEST(GradScalerScaledGradients, GrownScaleTrainsWhereSubnormalsAreFlushed) {
+TYPED_TEST(GradScalerScaledGradients, GrownScaleTrainsUnderFlushToZero) {
   at::globalContext().setFlushDenormal(true);
   auto optimizer = this->sgd({this->x});
   for (int i = 0; i < 140; ++i) {
@@ -371,7 +371,7 @@ std::vector<std::string> warnings_of(Loop loop) {
   return warnings.texts;
 }
 
-TEST(GradScaler, WarnsOnceOfGradientsThatAreClippedWhileTheyCarryTheScale) {
+TEST(GradScaler, WarnsOnceForClippedScaledGradients) {
   for (const Loop loop : {Loop::clipped_scaled, Loop::clipped_before_unscale}) {
     EXPECT_THAT(warnings_of(loop),
                 ElementsAre(AllOf(HasSubstr("GradScaler: the norm of the scaled gradients has been "
@@ -380,7 +380,7 @@ TEST(GradScaler, WarnsOnceOfGradientsThatAreClippedWhileTheyCarryTheScale) {
   }
 }
 
-TEST(GradScaler, AccusesNoHealthyLoopOfScaledClipping) {
+TEST(GradScaler, DoesNotWarnForUnscaledClipping) {
   for (const Loop loop : {Loop::plain, Loop::clipped, Loop::eighth, Loop::one_batch,
                           Loop::unit_inputs, Loop::no_gradient}) {
     EXPECT_THAT(warnings_of(loop), ElementsAre()) << static_cast<int>(loop);

@@ -62,7 +62,7 @@ std::vector<Writer> writers() {
   };
 }
 
-TEST(StaleCasts, AWriteOfWeightsInsideOneRegionReachesTheNextForward) {
+TEST(AutocastCacheInvalidation, WeightWriteReachesNextForward) {
   for (const Writer& writer : writers()) {
     SCOPED_TRACE(writer.name);
     torch::nn::Conv2d model(torch::nn::Conv2dOptions(2, 3, 3));
@@ -82,7 +82,7 @@ TEST(StaleCasts, AWriteOfWeightsInsideOneRegionReachesTheNextForward) {
   }
 }
 
-TEST(StaleCasts, AveragesAreUsedInsideTheirScopeAndNotAfterIt) {
+TEST(AutocastCacheInvalidation, EmaWeightsUsedOnlyInsideGuard) {
   torch::nn::Conv2d model(torch::nn::Conv2dOptions(2, 3, 3));
   const torch::Tensor x = torch::rand({1, 2, 5, 5});
   const mezzo::Ema ema(model->parameters());

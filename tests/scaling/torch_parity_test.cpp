@@ -268,7 +268,7 @@ struct Line {
 
 // Beginnings of sequences, which hold every two consecutive calls, with their outcomes, of 1,000
 // random sequences.
-TEST(GradScalerTorchParity, ReplaysRecordedSequences) {
+TEST(GradScalerTorchParity, MatchesRecordedSequences) {
   std::ifstream recording(MEZZO_TORCH_SEQUENCES);
   const OneThread one_thread;
   ASSERT_TRUE(recording) << "cannot read " << MEZZO_TORCH_SEQUENCES;

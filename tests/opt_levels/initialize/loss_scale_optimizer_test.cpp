@@ -46,7 +46,7 @@ bool step_with(LossScaleOptimizer& optimizer, const torch::Tensor& weight, doubl
   return optimizer.step().applied();
 }
 
-TEST(LossScaleOptimizer, HasKerassDefaults) {
+TEST(LossScaleOptimizer, DefaultsMatchKeras) {
   const torch::Tensor weight = parameter();
   torch::optim::SGD sgd({weight}, 1.0);
   auto optimizer = mezzo::enable_mixed_precision(sgd);
@@ -58,7 +58,7 @@ TEST(LossScaleOptimizer, HasKerassDefaults) {
   EXPECT_EQ(&optimizer.inner_optimizer(), &sgd);
 }
 
-TEST(LossScaleOptimizer, TellsThePresentOptionsAlsoAfterALoad) {
+TEST(LossScaleOptimizer, ReportsOptionsAfterLoad) {
   const torch::Tensor weight = parameter();
   torch::optim::SGD sgd({weight}, 1.0), of_other({weight}, 1.0);
   auto optimizer = mezzo::enable_mixed_precision(sgd, {.init_scale = 64});
@@ -75,7 +75,7 @@ TEST(LossScaleOptimizer, TellsThePresentOptionsAlsoAfterALoad) {
   EXPECT_FALSE(resumed.dynamic());
 }
 
-TEST(LossScaleOptimizer, AFileWithABadScaleLeavesTheInnerOptimizerAsItWas) {
+TEST(LossScaleOptimizer, FailedLoadKeepsInnerOptimizer) {
   const torch::Tensor weight = parameter();
   torch::optim::SGD sgd({weight}, 1.0), of_other({weight}, 0.5);
   torch::serialize::OutputArchive inner, scaler, whole;
@@ -96,7 +96,7 @@ TEST(LossScaleOptimizer, AFileWithABadScaleLeavesTheInnerOptimizerAsItWas) {
 // A number alone might be the first scale, or TensorFlow's constant one.
 static_assert(!std::is_constructible_v<LossScaleOptimizer, mezzo::OptimizerRef, double>);
 
-TEST(LossScaleOptimizer, StepsUnscaledMovesTheScaleAndCountsAppliedStepsOnly) {
+TEST(LossScaleOptimizer, StepUnscalesUpdatesScaleAndCounts) {
   for (const auto& make : inners()) {
     const torch::Tensor weight = parameter();
     const auto inner = make(weight);
@@ -116,7 +116,7 @@ TEST(LossScaleOptimizer, StepsUnscaledMovesTheScaleAndCountsAppliedStepsOnly) {
   }
 }
 
-TEST(LossScaleOptimizer, ClipsAfterUnscalingOrInTheStep) {
+TEST(LossScaleOptimizer, ClipsAfterUnscaleOrInStep) {
   for (const bool explicitly : {false, true}) {
     const torch::Tensor weight = torch::ones({4}, torch::requires_grad());
     torch::optim::SGD sgd({weight}, 1.0);
@@ -133,7 +133,7 @@ TEST(LossScaleOptimizer, ClipsAfterUnscalingOrInTheStep) {
   }
 }
 
-TEST(LossScaleOptimizer, KeepsAFixedScaleAndTrainsHalfWeightsThroughMasters) {
+TEST(LossScaleOptimizer, FixedScaleTrainsFp16WithMasters) {
   const torch::Tensor weight = torch::ones({3}, torch::kHalf).requires_grad_();
   torch::optim::SGD sgd({weight}, 1.0);
   mezzo::MasterWeights masters(sgd);
@@ -146,7 +146,7 @@ TEST(LossScaleOptimizer, KeepsAFixedScaleAndTrainsHalfWeightsThroughMasters) {
   EXPECT_EQ(weight[0].item<float>(), 0.75F);
 }
 
-TEST(LossScaleOptimizer, ResumesFromAFile) {
+TEST(LossScaleOptimizer, ResumesFromArchive) {
   for (const auto& make : inners()) {
     const torch::Tensor weight = parameter();
     const auto inner = make(weight);
@@ -172,7 +172,7 @@ TEST(LossScaleOptimizer, ResumesFromAFile) {
 }
 
 /// A file of torch::optim::SGD holds no number of steps.
-TEST(LossScaleOptimizer, GivesItsIterationsToAnInnerOptimizerThatLacksThem) {
+TEST(LossScaleOptimizer, LoadSetsIterationsOfInnerOptimizer) {
   const torch::Tensor weight = parameter(), other = parameter();
   torch::optim::SGD sgd({weight}, torch::optim::SGDOptions(1).momentum(0.5));
   mezzo::optim::SGD of_mezzo({other}, mezzo::optim::SGDOptions(1).momentum(0.5));
@@ -184,7 +184,7 @@ TEST(LossScaleOptimizer, GivesItsIterationsToAnInnerOptimizerThatLacksThem) {
   EXPECT_EQ(of_mezzo.applied_steps(), 3);
 }
 
-TEST(LossScaleOptimizer, ThatIsDisabledStepsWithoutAScaleAndResumes) {
+TEST(LossScaleOptimizer, DisabledStepsWithoutScaleAndResumes) {
   for (const auto& make : inners()) {
     const torch::Tensor weight = parameter();
     const auto inner = make(weight);
@@ -201,7 +201,7 @@ TEST(LossScaleOptimizer, ThatIsDisabledStepsWithoutAScaleAndResumes) {
   }
 }
 
-TEST(LossScaleOptimizer, UnscalesTheNextBatchTooAfterAStepThatThrew) {
+TEST(LossScaleOptimizer, UnscalesNextBatchAfterStepThrew) {
   for (const double max_norm : {double{kInfinity}, 100.0}) {
     for (const bool again : {false, true}) {
       const torch::Tensor weight = parameter();
@@ -222,7 +222,7 @@ TEST(LossScaleOptimizer, UnscalesTheNextBatchTooAfterAStepThatThrew) {
   }
 }
 
-TEST(LossScaleOptimizer, RefusesAStepWithoutAScaledLossAndOptionsOutOfRange) {
+TEST(LossScaleOptimizer, ThrowsWithoutScaledLossOrForInvalidOptions) {
   const torch::Tensor weight = parameter();
   torch::optim::SGD sgd({weight}, 1.0);
   auto optimizer = mezzo::enable_mixed_precision(sgd);

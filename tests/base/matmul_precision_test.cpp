@@ -63,7 +63,7 @@ class MatmulPrecision : public testing::Test {
   void TearDown() override { SetUp(); }
 };
 
-TEST_F(MatmulPrecision, IsTf32InTheScopeAndAsItWasAfterwards) {
+TEST_F(MatmulPrecision, SetsTf32AndRestores) {
   const auto before = table();
   {
     const MatmulPrecisionGuard guard({.float32 = Matmul::HIGH});
@@ -76,7 +76,7 @@ TEST_F(MatmulPrecision, IsTf32InTheScopeAndAsItWasAfterwards) {
   EXPECT_EQ(context().float32MatmulPrecision(), Matmul::HIGHEST);
 }
 
-TEST_F(MatmulPrecision, SetsWhatTorchSetsForEachName) {
+TEST_F(MatmulPrecision, MatchesTorchForEachName) {
   {
     const MatmulPrecisionGuard guard({.float32 = Matmul::MEDIUM});
     EXPECT_EQ(cuda(Op::MATMUL), FloatPrecision::TF32);
@@ -88,7 +88,7 @@ TEST_F(MatmulPrecision, SetsWhatTorchSetsForEachName) {
   EXPECT_EQ(onednn(Op::MATMUL), FloatPrecision::IEEE);
 }
 
-TEST_F(MatmulPrecision, LeavesAloneWhatItIsNotTold) {
+TEST_F(MatmulPrecision, KeepsUnsetOptions) {
   context().setAllowFP16ReductionCuBLAS(false);
   const auto before = table();
   const MatmulPrecisionGuard guard({.bf16_reduction = false});
@@ -98,7 +98,7 @@ TEST_F(MatmulPrecision, LeavesAloneWhatItIsNotTold) {
   EXPECT_FALSE(context().allowFP16AccumulationCuBLAS());
 }
 
-TEST_F(MatmulPrecision, SetsAndRestoresTheRestOfTheFlags) {
+TEST_F(MatmulPrecision, RestoresReductionFlags) {
   context().setAllowBF16ReductionCuBLAS(false, false);
   {
     const MatmulPrecisionGuard guard({.cudnn_tf32 = false,
@@ -119,7 +119,7 @@ TEST_F(MatmulPrecision, SetsAndRestoresTheRestOfTheFlags) {
   EXPECT_FALSE(context().allowFP16AccumulationCuBLAS());
 }
 
-TEST_F(MatmulPrecision, RestoresEachScopeOfANest) {
+TEST_F(MatmulPrecision, RestoresNestedScopes) {
   std::vector<Matmul> seen;
   const auto look = [&] { seen.push_back(context().float32MatmulPrecision()); };
   {
@@ -136,7 +136,7 @@ TEST_F(MatmulPrecision, RestoresEachScopeOfANest) {
   EXPECT_THAT(seen, ElementsAre(Matmul::MEDIUM, Matmul::HIGHEST, Matmul::MEDIUM, Matmul::HIGHEST));
 }
 
-TEST_F(MatmulPrecision, RestoresAMixOfTheTwoInterfaces) {
+TEST_F(MatmulPrecision, RestoresMixedInterfaces) {
   context().setFloat32Precision(Backend::CUDA, Op::MATMUL, FloatPrecision::TF32);
   context().setFloat32Precision(Backend::CUDA, Op::CONV, FloatPrecision::IEEE);
   ASSERT_ANY_THROW(context().float32MatmulPrecision()) << "libtorch's older getter refuses it";
@@ -154,7 +154,7 @@ TEST_F(MatmulPrecision, RestoresAMixOfTheTwoInterfaces) {
   EXPECT_TRUE(context().allowTF32CuDNN());
 }
 
-TEST_F(MatmulPrecision, KeepsTheOlderFlagOfCudnn) {
+TEST_F(MatmulPrecision, RestoresLegacyCudnnFlag) {
   context().setAllowTF32CuDNN(false);
   { const MatmulPrecisionGuard guard({.cudnn_tf32 = true}); }
   EXPECT_FALSE(context().allowTF32CuDNN());

@@ -50,7 +50,7 @@ std::vector<std::string> places(int64_t samples, int64_t micro_batches) {
   return places;
 }
 
-TEST(Accumulate, BatchesOfALoaderKnowTheirGroupAlsoTheIncompleteLastOne) {
+TEST(MicroBatches, ReportsPositionInIncompleteLastWindow) {
   EXPECT_THAT(places(5, 3), ElementsAre("0: 0 of 3", "1: 1 of 3", "2: 2 of 3, last", "3: 0 of 2",
                                         "4: 1 of 2, last"));
   EXPECT_THAT(places(2, 1), ElementsAre("0: 0 of 1, last", "1: 0 of 1, last"));
@@ -59,7 +59,7 @@ TEST(Accumulate, BatchesOfALoaderKnowTheirGroupAlsoTheIncompleteLastOne) {
 }
 
 // A position in the data that is saved after a step names what the steps have seen.
-TEST(Accumulate, DrawsNoBatchBeyondItsGroup) {
+TEST(MicroBatches, DrawsNoBatchBeyondWindow) {
   int drawn = 0;
   auto loader = std::views::iota(0, 6) | std::views::transform([&](int number) {
                   struct Number {
@@ -74,7 +74,7 @@ TEST(Accumulate, DrawsNoBatchBeyondItsGroup) {
   EXPECT_EQ(drawn, 6);
 }
 
-TEST(Accumulate, HoldsTheBatchesOfOneGroup) {
+TEST(MicroBatches, HoldsBatchesOfOneWindow) {
   struct Held {
     std::shared_ptr<int> memory;
   };
@@ -91,7 +91,7 @@ TEST(Accumulate, HoldsTheBatchesOfOneGroup) {
   }
 }
 
-TEST(Accumulate, TrainsAsOnTheWholeBatch) {
+TEST(MicroBatches, MatchesTrainingOnWholeBatch) {
   const auto batches = [](const std::vector<std::vector<float>>& groups) {
     std::vector<torch::Tensor> tensors;
     for (const auto& group : groups) tensors.push_back(torch::tensor(group).reshape({-1, 1}));
@@ -121,7 +121,7 @@ TEST(Accumulate, TrainsAsOnTheWholeBatch) {
   EXPECT_NEAR(weight.item<double>(), whole.item<double>(), 1e-6);
 }
 
-TEST(Accumulate, TakesAnyRangeAndLeavesItAsItWas) {
+TEST(MicroBatches, AcceptsAnyRangeWithoutModifyingIt) {
   struct Batch {
     std::vector<int> values;
   };
@@ -327,7 +327,7 @@ Tensor sparse(double value, torch::ScalarType dtype = torch::kFloat) {
                                   {3});
 }
 
-TEST(GradientStash, PutsBackAViewWhoseMemoryTheNextPassHasWritten) {
+TEST(GradientStash, RestoresViewOverwrittenByNextBackward) {
   const auto a = leaf();
   const auto flat = torch::zeros({8});
   const auto place = flat.narrow(0, 2, 3);
@@ -342,7 +342,7 @@ TEST(GradientStash, PutsBackAViewWhoseMemoryTheNextPassHasWritten) {
   EXPECT_TRUE(torch::equal(place, torch::full({3}, 2.0F)));
 }
 
-TEST(GradientStash, TheSumIsAFloatWhereOneOfTheTwoIs) {
+TEST(GradientStash, AddsMixedDtypesInFloat32) {
   for (const auto low : {torch::kBFloat16, torch::kHalf}) {
     for (const bool is_old_wide : {false, true}) {
       const auto a = leaf(low);
@@ -355,7 +355,7 @@ TEST(GradientStash, TheSumIsAFloatWhereOneOfTheTwoIs) {
   }
 }
 
-TEST(GradientStash, AddsSparseToDenseAndDenseToSparse) {
+TEST(GradientStash, AddsSparseAndDense) {
   const auto expected = torch::tensor({1.0F, 3.0F, 1.0F});
   for (const auto dtype : {torch::kFloat, torch::kBFloat16}) {
     for (const bool is_old_sparse : {false, true}) {
