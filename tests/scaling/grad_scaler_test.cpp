@@ -28,6 +28,7 @@
 #include "../support/message_of.h"
 #include "../support/throwing_sgd.h"
 #include "../support/tiny_optimizer.h"
+#include "../support/warning_recorder.h"
 
 namespace {
 
@@ -52,8 +53,10 @@ TEST(GradScaler, DefaultsMatchTorch) {
   EXPECT_EQ(scaler.get_growth_interval(), 2000);
 }
 
-// A number alone might be any option; an aggregate in braces names it.
+// A bare number does not name its option; an aggregate in braces does.
 static_assert(!std::is_constructible_v<GradScaler, double>);
+static_assert(!std::is_constructible_v<GradScaler, double, double>);
+static_assert(!std::is_constructible_v<GradScaler, const char*, double>);
 static_assert(!std::is_constructible_v<GradScaler, int>);
 static_assert(!std::is_constructible_v<GradScaler, bool>);
 static_assert(std::is_aggregate_v<GradScalerOptions>);
@@ -63,6 +66,31 @@ TEST(GradScaler, AcceptsOptionsInBraces) {
   EXPECT_EQ(scaler.get_scale(), 1024);
   EXPECT_EQ(scaler.get_growth_factor(), 4);
   EXPECT_EQ(scaler.get_backoff_factor(), 0.25);
+}
+
+TEST(GradScaler, AcceptsDeviceAsTorchAmp) {
+  EXPECT_TRUE(GradScaler("cpu").is_enabled());
+  EXPECT_TRUE(GradScaler(torch::kCPU, GradScalerOptions{}).is_enabled());
+  const GradScaler scaler(torch::Device("cpu"), {.init_scale = 1024, .growth_interval = 100});
+  EXPECT_EQ(scaler.get_scale(), 1024);
+  EXPECT_EQ(scaler.get_growth_interval(), 100);
+  EXPECT_FALSE(GradScaler(std::string("cpu"), {.enabled = false}).is_enabled());
+}
+
+TEST(GradScaler, DisabledForCudaWithoutCuda) {
+  if (torch::cuda::is_available()) GTEST_SKIP() << "CUDA is available";
+  const WarningRecorder warnings;
+  EXPECT_FALSE(GradScaler("cuda").is_enabled());
+  EXPECT_FALSE(GradScaler(torch::kCUDA, {.init_scale = 1024}).is_enabled());
+  EXPECT_FALSE(GradScaler("cuda:0", {.enabled = false}).is_enabled());
+  ASSERT_EQ(warnings.texts.size(), 2) << "none for the scaler that is disabled anyway";
+  EXPECT_THAT(warnings.texts[0], StartsWith("torch.cuda.amp.GradScaler is enabled, but CUDA is not "
+                                            "available.  Disabling."));
+}
+
+TEST(GradScaler, ThrowsForUnknownDeviceListingChoices) {
+  EXPECT_THAT(message_of([] { GradScaler("gpu"); }),
+              AllOf(HasSubstr("cpu, cuda, "), HasSubstr("device string: gpu")));
 }
 
 TEST(GradScaler, ScalesNestedContainers) {
