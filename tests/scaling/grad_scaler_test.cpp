@@ -472,16 +472,17 @@ TEST(GradScaler, PrintsSkipsToStderrByDefault) {
 TEST(GradScaler, PrintsSkipsAtMinScaleRarely) {
   SingleParamTraining one(GradScaler({.init_scale = 4, .min_scale = 1}));
   EXPECT_EQ(lines_of(one, 2, kInfinity).size(), 2U) << "4 to 2, and 2 to 1";
-  EXPECT_THAT(lines_of(one, 1, kInfinity), ElementsAre(AllOf(HasSubstr("keeping loss scale at 1.0"),
-                                                             HasSubstr("look for an inf or NaN"))));
+  EXPECT_THAT(lines_of(one, 1, kInfinity),
+              ElementsAre(AllOf(HasSubstr("keeping loss scale at 1.0"),
+                                HasSubstr("which is min_scale (consecutive skips: 1;"))));
   EXPECT_EQ(lines_of(one, 998, kInfinity).size(), 0U);
   EXPECT_EQ(lines_of(one, 1, kInfinity).size(), 1U) << "the 1000th";
   one.scaler.update(2.0);
-  EXPECT_EQ(lines_of(one, 1, kInfinity).size(), 1U) << "2 to 1";
-  EXPECT_EQ(lines_of(one, 1, kInfinity).size(), 1U) << "at the floor again";
+  EXPECT_EQ(lines_of(one, 1, kInfinity).size(), 1U) << "backs off from 2 to 1";
+  EXPECT_EQ(lines_of(one, 1, kInfinity).size(), 1U) << "at min_scale again";
 }
 
-// What a loss that is NaN for good wrote, down to a scale of 5.7e-14.
+// A loss that is always NaN once printed a line for each step, down to a scale of 5.7e-14.
 TEST(GradScaler, PrintsAdviceAfterTenSkips) {
   SingleParamTraining one{GradScaler()};
   const auto first = lines_of(one, 60, std::numeric_limits<float>::quiet_NaN());
@@ -491,15 +492,16 @@ TEST(GradScaler, PrintsAdviceAfterTenSkips) {
               "Gradient overflow or NaN.  Skipping step, loss scaler 0 reducing loss scale to " +
                   mezzo::detail::python_float(std::ldexp(1.0, 15 - i)));
   }
-  EXPECT_EQ(first[10],
-            "Gradient overflow or NaN.  Skipping step, loss scaler 0 reducing loss scale to 32.0 "
-            "(step 11 in a row that was skipped; from here on one in 1000 is printed): no loss "
-            "scale cures an inf or NaN in the data, the loss or the weights; "
-            "mezzo::DivergenceMonitor (mezzo/diagnostics.h) tells which it is");
+  EXPECT_EQ(
+      first[10],
+      "Gradient overflow or NaN.  Skipping step, loss scaler 0 reducing loss scale to 32.0 "
+      "(consecutive skips: 11; from now on every 1000th is printed). No loss scale removes an "
+      "inf or NaN in the data, the loss or the weights; mezzo::DivergenceMonitor "
+      "(mezzo/diagnostics.h) finds it");
   one.scaler.update(65536.0);
-  EXPECT_EQ(lines_of(one, 10, kInfinity).size(), 10U) << "update(new_scale) ends the row";
+  EXPECT_EQ(lines_of(one, 10, kInfinity).size(), 10U) << "update(new_scale) resets the count";
   EXPECT_EQ(lines_of(one, 1, 1).size(), 0U);
-  EXPECT_EQ(lines_of(one, 10, kInfinity).size(), 10U) << "and so does a step that ran";
+  EXPECT_EQ(lines_of(one, 10, kInfinity).size(), 10U) << "so does an applied step";
   EXPECT_EQ(lines_of(one, 1, kInfinity).size(), 1U);
   EXPECT_EQ(lines_of(one, 1, kInfinity).size(), 0U);
 }

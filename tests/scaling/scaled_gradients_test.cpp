@@ -228,13 +228,12 @@ TYPED_TEST(GradScalerScaledGradients, SharedParameterUnscaledForAnotherOptimizer
   this->backward(this->x + this->y);
   this->scaler.unscale_(first);
   for (const bool unscales : {true, false}) {
-    EXPECT_THAT(
-        message_of([&] {
-          if (unscales) this->scaler.unscale_(second);
-          this->scaler.step(second);
-        }),
-        AllOf(HasSubstr("parameter 1 of group 0 (float32 [1] on cpu) belongs to two optimizers"),
-              HasSubstr("train it with one of them")));
+    EXPECT_THAT(message_of([&] {
+                  if (unscales) this->scaler.unscale_(second);
+                  this->scaler.step(second);
+                }),
+                AllOf(HasSubstr("parameter 1 of group 0 (float32 [1] on cpu) is in two optimizers"),
+                      HasSubstr("pass it to one optimizer")));
   }
   EXPECT_EQ(this->x.grad().template item<float>(), 1) << "unscaled once";
   EXPECT_EQ(this->y.grad().template item<float>(), 4) << "not unscaled";
@@ -375,7 +374,7 @@ TEST(GradScaler, WarnsOnceForClippedScaledGradients) {
   for (const Loop loop : {Loop::clipped_scaled, Loop::clipped_before_unscale}) {
     EXPECT_THAT(warnings_of(loop),
                 ElementsAre(AllOf(HasSubstr("GradScaler: the norm of the scaled gradients has been "
-                                            "0.5 for 5 steps in a row"),
+                                            "0.5 for 5 consecutive steps"),
                                   HasSubstr("{.max_norm = ...}"))));
   }
 }

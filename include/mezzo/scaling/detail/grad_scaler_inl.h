@@ -358,7 +358,7 @@ MEZZO_INLINE void GradScaler::set_scale(const at::Tensor& new_scale) {
   scale_.scale.copy_(new_scale.reshape({})).clamp_(options_.min_scale, options_.max_scale);
   at::reciprocal_out(scale_.inverse, scale_.scale);
   finish_iteration();
-  reporter_.note_use();
+  reporter_.record_use();
 }
 
 MEZZO_INLINE void GradScaler::finish_iteration() {
@@ -379,7 +379,7 @@ MEZZO_INLINE void GradScaler::check_scale_initialized(const char* call) const {
 MEZZO_INLINE at::Tensor GradScaler::get_scale_on(at::Device device) {
   const std::lock_guard lock(*mutex_);
   if (!scale_.scale.defined()) lazy_init_scale(device);
-  reporter_.note_use(detail::current_capture_id(device) != 0);
+  reporter_.record_use(detail::current_capture_id(device) != 0);
   return detail::to_device(scale_.scale, device);
 }
 
@@ -400,7 +400,7 @@ MEZZO_INLINE void GradScaler::lazy_init_scale(at::Device device) {
 
 MEZZO_INLINE double GradScaler::get_scale() const {
   if (!options_.enabled) return 1.0;
-  reporter_.note_use();
+  reporter_.record_use();
   return scale_.scale.defined() ? scale_.scale.item<float>() : initial_state_.scale;
 }
 
@@ -429,7 +429,7 @@ MEZZO_INLINE void GradScaler::set_growth_interval(int64_t growth_interval) {
 
 /// Records a use of the scale, since the caller may multiply a loss by it.
 MEZZO_INLINE LossScaleState GradScaler::read_state() const {
-  reporter_.note_use();
+  reporter_.record_use();
   if (!scale_.scale.defined()) return initial_state_;
   return {.scale = scale_.scale.item<float>(),
           .growth_tracker = scale_.growth_tracker.item<int32_t>(),
