@@ -134,7 +134,7 @@ TEST(MicroBatches, AcceptsAnyRangeWithoutModifyingIt) {
   EXPECT_THAT(seen, ElementsAre(10, 21, 31));
   EXPECT_EQ(batches[0].values.size(), 1);
   EXPECT_THAT(test_support::message_of([&] { mezzo::micro_batches(batches, 0); }),
-              HasSubstr("micro_batches is 0"));
+              HasSubstr("gradient_accumulation_steps is 0"));
 }
 
 // --- One bad micro-batch does not spoil the others.
