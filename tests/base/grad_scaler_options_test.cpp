@@ -191,7 +191,7 @@ TEST(GradScalerOptions, ThrowsForValuesOutOfRange) {
        [] { return GradScalerOptions::dynamic({.min_scale = 2, .max_scale = 1}); }},
       {"init_scale is 65536;", [] { return GradScalerOptions::dynamic({.max_scale = 65535}); }},
       {"init_scale is 65536;", [] { return GradScalerOptions::dynamic({.min_scale = 65537}); }},
-      {"mode is another",
+      {"mode must be LossScaleMode::dynamic",
        [] { return GradScalerOptions::dynamic({.mode = LossScaleMode::fixed}); }},
       {"mode is not a LossScaleMode",
        [] { return GradScalerOptions{.mode = static_cast<LossScaleMode>(9)}.validated(); }},

@@ -94,16 +94,16 @@ TEST(MixedPrecisionPolicyParse, DefaultsMatchJmp) {
 TEST(MixedPrecisionPolicyParse, ThrowsNamingInvalidPart) {
   const std::vector<std::pair<const char*, const char*>> errors{
       {"c=int8",
-       "MixedPrecisionPolicy \"c=int8\": \"int8\" is not a dtype; known are float32 (f32, float, "
+       "MixedPrecisionPolicy \"c=int8\": \"int8\" is not a dtype; choose from float32 (f32, float, "
        "full)"},
       {"Float32", "\"Float32\" is not a dtype"},
       {"", "\"\" is not a dtype"},
       {"c=", "\"\" is not a dtype"},
       {"p=f32,grads=f16",
-       "\"grads\" is not a key; known are params (p), compute (c) and output (o)"},
+       "\"grads\" is not a key; choose from params (p), compute (c) and output (o)"},
       {"p=f32,", "\"\" should be key=dtype"},
       {"f32,bf16", "\"f32\" should be key=dtype"},
-      {"c=f16,compute=bf16", "\"compute\" is given twice"},
+      {"c=f16,compute=bf16", "\"compute\" is specified twice"},
       {"c=f16=f16", "\"f16=f16\" is not a dtype"}};
   for (const auto& [text, error] : errors) {
     EXPECT_THAT([text = text] { MixedPrecisionPolicy::parse(text); },
