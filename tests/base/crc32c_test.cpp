@@ -9,7 +9,7 @@
 
 namespace {
 
-/// Of the examples in RFC 3720, B.4, and the catalogue's check value.
+/// The examples of RFC 3720, B.4, and the check value of the CRC catalogue.
 TEST(Crc32c, MatchesStandardVectors) {
   using mezzo::detail::crc32c;
   EXPECT_EQ(crc32c("", 0), 0U);

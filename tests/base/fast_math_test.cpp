@@ -1,7 +1,6 @@
-// Compiled with -ffast-math, under which `x != x` and std::isfinite(x) are constants (with Clang as
-// far as mezzo lets it). The kernels
-// come in an inline namespace of their own, or the linker might pick another unit's copy of them;
-// mezzo::compiled has none of that name.
+// Compiled with -ffast-math, which folds `x != x` and std::isfinite(x) to constants (on Clang with
+// -fno-finite-math-only). A different inline namespace keeps the linker from choosing the kernels
+// of another translation unit.
 
 #undef MEZZO_COMPILED_LIB
 #include <mezzo/base/version.h>
@@ -29,7 +28,7 @@ namespace {
 using mezzo::fast_math::GradScalerOptions;
 using mezzo::fast_math::detail::CpuIsa;
 
-// By their bits: the compiler may take an infinity that it sees for something else.
+// From bits: the compiler may assume that a literal infinity does not occur.
 constexpr std::array<uint32_t, 3> kNonfinite{0x7F800000U, 0xFF800000U, 0x7FC00000U};
 
 class FastMath : public testing::TestWithParam<CpuIsa> {
@@ -77,7 +76,7 @@ INSTANTIATE_TEST_SUITE_P(AllInstructionSets, FastMath,
 
 TEST(FastMathFma, RoundsOnce) {
 #ifdef __clang__
-  GTEST_SKIP() << "Clang makes two roundings of its own fma, which are bits and not promised";
+  GTEST_SKIP() << "Clang rounds its fma twice under -ffast-math";
 #endif
   volatile float a = 0x1.000126p+0F, b = 0x1.fffdb4p-1F, c = -0x1.000002p+24F;
   const float left = a, right = b;

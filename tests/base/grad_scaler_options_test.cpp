@@ -36,7 +36,7 @@ TEST(GradScalerOptions, DefaultsMatchTorch) {
   EXPECT_EQ(options.growth_interval, 2000);
 }
 
-// 20,000 steps with random factors, scales and found_inf, to the bit.
+// 20,000 steps with random factors, scales and found_inf.
 TEST(GradScalerOptions, NextIsBitwiseIdenticalToAten) {
   std::mt19937 random(7);
   std::uniform_real_distribution<double> unit(0, 1);
@@ -56,7 +56,7 @@ TEST(GradScalerOptions, NextIsBitwiseIdenticalToAten) {
       at::_amp_update_scale_(scale, tracker, torch::full({}, found_inf ? 1.0F : 0.0F),
                              options.growth_factor, options.backoff_factor,
                              options.growth_interval);
-      if (scale.item<float>() > mezzo::kMaxGrownScale) break;  // where torch grows further
+      if (scale.item<float>() > mezzo::kMaxGrownScale) break;  // torch grows further
       ASSERT_EQ(std::bit_cast<uint32_t>(state.scale), std::bit_cast<uint32_t>(scale.item<float>()));
       ASSERT_EQ(state.growth_tracker, tracker.item<int32_t>());
     }
@@ -69,7 +69,7 @@ TEST(GradScalerOptions, GrowthStaysFinite) {
   EXPECT_EQ(options.next(options.initial_state(), false), (LossScaleState{1e38F, 0, 1}));
 }
 
-// At 2^127 the reciprocal is subnormal, and 0 where subnormals are flushed: gradients are lost.
+// At 2^127 the reciprocal is subnormal, and 0 if subnormals are flushed, so gradients are lost.
 TEST(GradScalerOptions, GrowthKeepsReciprocalNormal) {
   for (const double factor : {2.0, 1.7}) {
     const auto options =
@@ -152,8 +152,7 @@ struct Refusal {
   std::function<GradScalerOptions()> make;
 };
 
-// set_growth_interval may lower the interval below a tracker, which then counts on. A file takes no
-// count above this one.
+// set_growth_interval can set an interval below growth_tracker, which then grows to the limit.
 TEST(GradScalerOptions, GrowthTrackerStopsAtInt32Max) {
   constexpr int32_t kLargest = std::numeric_limits<int32_t>::max();
   const GradScalerOptions options =

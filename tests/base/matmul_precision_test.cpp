@@ -19,8 +19,8 @@ using testing::ElementsAre;
 
 at::Context& context() { return at::globalContext(); }
 
-/// What libtorch's newer getter says of every op, without a GENERIC setting and with one: an entry
-/// that inherits changes, one that was set does not.
+/// The value of float32Precision for every op, without a GENERIC setting and with one: inherited
+/// entries change, explicitly set ones do not.
 std::vector<FloatPrecision> table() {
   std::vector<FloatPrecision> seen;
   const FloatPrecision generic = context().float32Precision(Backend::GENERIC, Op::ALL);
@@ -41,11 +41,11 @@ std::vector<FloatPrecision> table() {
 FloatPrecision cuda(Op op) { return context().float32Precision(Backend::CUDA, op); }
 FloatPrecision onednn(Op op) { return context().float32Precision(Backend::MKLDNN, op); }
 
-/// Leaves the process as it was found, whatever a test sets beforehand.
+/// Restores the settings of the process after each test.
 class MatmulPrecision : public testing::Test {
  protected:
   void SetUp() override {
-    // What libtorch 2.11 starts with.
+    // Defaults of libtorch 2.11.
     context().setFloat32MatmulPrecision("highest");
     context().setAllowTF32CuDNN(true);
     context().setFloat32Precision(Backend::GENERIC, Op::ALL, FloatPrecision::NONE);
@@ -84,7 +84,7 @@ TEST_F(MatmulPrecision, MatchesTorchForEachName) {
   }
   context().setFloat32Precision(Backend::GENERIC, Op::ALL, FloatPrecision::TF32);
   const MatmulPrecisionGuard guard({.float32 = Matmul::HIGHEST});
-  EXPECT_EQ(cuda(Op::MATMUL), FloatPrecision::IEEE) << "whatever stands above it";
+  EXPECT_EQ(cuda(Op::MATMUL), FloatPrecision::IEEE) << "not inherited";
   EXPECT_EQ(onednn(Op::MATMUL), FloatPrecision::IEEE);
 }
 
@@ -139,7 +139,7 @@ TEST_F(MatmulPrecision, RestoresNestedScopes) {
 TEST_F(MatmulPrecision, RestoresMixedInterfaces) {
   context().setFloat32Precision(Backend::CUDA, Op::MATMUL, FloatPrecision::TF32);
   context().setFloat32Precision(Backend::CUDA, Op::CONV, FloatPrecision::IEEE);
-  ASSERT_ANY_THROW(context().float32MatmulPrecision()) << "libtorch's older getter refuses it";
+  ASSERT_ANY_THROW(context().float32MatmulPrecision()) << "the legacy getter throws";
   ASSERT_ANY_THROW(context().allowTF32CuDNN());
   const auto before = table();
   {
@@ -150,7 +150,7 @@ TEST_F(MatmulPrecision, RestoresMixedInterfaces) {
   EXPECT_EQ(table(), before);
   context().setFloat32Precision(Backend::CUDA, Op::MATMUL, FloatPrecision::NONE);
   context().setFloat32Precision(Backend::CUDA, Op::CONV, FloatPrecision::TF32);
-  EXPECT_EQ(context().float32MatmulPrecision(), Matmul::HIGHEST) << "the older layer, too";
+  EXPECT_EQ(context().float32MatmulPrecision(), Matmul::HIGHEST) << "the legacy setting too";
   EXPECT_TRUE(context().allowTF32CuDNN());
 }
 

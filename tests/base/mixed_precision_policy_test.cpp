@@ -160,7 +160,7 @@ TEST(MixedPrecisionPolicyCast, CastsInsideContainers) {
   EXPECT_EQ(cast.at("x")[0]->scalar_type(), torch::kBFloat16);
   EXPECT_FALSE(cast.at("x")[1].has_value());
   EXPECT_TRUE(cast.at("ids")[0]->is_same(ids));
-  EXPECT_TRUE(batch.at("x")[0]->is_same(x)) << "the argument is not written to";
+  EXPECT_TRUE(batch.at("x")[0]->is_same(x)) << "the argument is not modified";
 
   const auto [first, number, output] =
       kMixed.cast_to_compute(std::tuple(x, 7, Output{.logits = x, .name = "head"}));

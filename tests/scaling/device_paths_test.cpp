@@ -1,4 +1,4 @@
-// What runs on other devices, walked with CPU and "meta" tensors in their place.
+// Code paths of other devices, tested with CPU and meta tensors.
 
 #include <mezzo/kernels/compute_grad_stats.h>
 #include <mezzo/optim/adamw.h>
@@ -34,7 +34,6 @@ using testing::IsEmpty;
 using testing::Not;
 using testing::Pair;
 
-// Without a GPU the path through ATen's kernels can still be walked with CPU tensors.
 TEST(AtenFallback, UnscalesMixedDtypesAndChecksProducts) {
   const std::vector<torch::Tensor> gradients{
       torch::full({2}, 8.0F), torch::full({1}, 8.0).to(torch::kDouble), torch::full({3}, 16.0F)};
@@ -81,7 +80,7 @@ TEST(AtenFallback, ThrowsForHysteresis) {
   EXPECT_NO_THROW(mezzo::detail::check_update_kernel(GradScalerOptions::dynamic(), torch::kXPU));
 }
 
-// A step divides by the inverse, which is written wherever the scale is.
+// A step multiplies by the inverse, which must be updated with the scale.
 TEST(GradScaler, InverseScaleFollowsScale) {
   auto x = test_support::parameter({0});
   mezzo::optim::SGD optimizer({x}, 1.0);
@@ -112,7 +111,7 @@ TEST(GradScaler, InverseScaleFollowsScale) {
   expect_scale(3);
 }
 
-// From subnormal scales, whose inverse is inf, to those whose inverse is subnormal.
+// Scales from subnormal ones, with an inverse of inf, to those with a subnormal inverse.
 TEST(InverseScale, IsBitwiseIdenticalToReciprocal) {
   torch::manual_seed(1);
   const auto scales =
@@ -125,7 +124,7 @@ TEST(InverseScale, IsBitwiseIdenticalToReciprocal) {
   }
 }
 
-/// The names of the ops that this thread calls while this lives.
+/// Records the names of the ops that this thread calls in a scope.
 class CalledOps {
  public:
   CalledOps() : handle_(at::addThreadLocalCallback(at::RecordFunctionCallback(note))) {
@@ -147,7 +146,7 @@ class CalledOps {
   at::CallbackHandle handle_;
 };
 
-// Each op of ATen's would be a launch of its own on a device.
+// Each ATen op would be a kernel launch.
 TEST(GradScaler, StepComputesNoInverseScale) {
   const auto x = torch::ones({4}).requires_grad_();
   mezzo::optim::AdamW optimizer({x});
@@ -158,7 +157,7 @@ TEST(GradScaler, StepComputesNoInverseScale) {
     scaler.step(optimizer, {.max_norm = 1.0});
     scaler.update();
     EXPECT_THAT(called.names(), Not(Contains("aten::reciprocal")));
-    EXPECT_THAT(called.names(), Not(IsEmpty())) << "ops are seen";
+    EXPECT_THAT(called.names(), Not(IsEmpty())) << "ops are recorded";
   }
 }
 

@@ -1,4 +1,3 @@
-// One iteration: what scale, unscale_ and step do to losses, gradients and parameters.
 #include <mezzo/autocast/autocast_guard.h>
 #include <mezzo/optim/sgd.h>
 #include <mezzo/scaling/grad_scaler.h>
@@ -83,7 +82,7 @@ TEST(GradScaler, DisabledForCudaWithoutCuda) {
   EXPECT_FALSE(GradScaler("cuda").is_enabled());
   EXPECT_FALSE(GradScaler(torch::kCUDA, {.init_scale = 1024}).is_enabled());
   EXPECT_FALSE(GradScaler("cuda:0", {.enabled = false}).is_enabled());
-  ASSERT_EQ(warnings.texts.size(), 2) << "none for the scaler that is disabled anyway";
+  ASSERT_EQ(warnings.texts.size(), 2) << "the disabled scaler does not warn";
   EXPECT_THAT(warnings.texts[0], StartsWith("torch.cuda.amp.GradScaler is enabled, but CUDA is not "
                                             "available.  Disabling."));
 }
@@ -139,7 +138,7 @@ TEST(GradScaler, StepUnscalesAndReturnsOptimizerValue) {
   EXPECT_TRUE(torch::equal(x.grad(), torch::tensor({1.0F, 2.0F})));
 }
 
-// A tied weight: libtorch's Module::parameters() names it as often as the model has it.
+// Module::parameters() returns a tied weight several times.
 TEST(GradScaler, UnscalesDuplicateParamOnce) {
   for (const bool explicitly : {false, true}) {
     auto scaler = make_silent_scaler({.init_scale = 4});
@@ -154,7 +153,7 @@ TEST(GradScaler, UnscalesDuplicateParamOnce) {
     EXPECT_EQ(result.grad_norm(), 5.0);
     EXPECT_EQ(result.grad_max_abs(), 4.0);
     EXPECT_EQ(result.was_unscaled(), explicitly);
-    EXPECT_TRUE(torch::equal(x, torch::tensor({-3.0F, -4.0F}))) << "libtorch's SGD steps twice";
+    EXPECT_TRUE(torch::equal(x, torch::tensor({-3.0F, -4.0F}))) << "torch::optim::SGD steps twice";
   }
 }
 
@@ -167,7 +166,7 @@ TEST(GradScaler, CoalescesSparseGradientsBeforeCheck) {
     const auto values = torch::full({count}, value, torch::kHalf);
     return torch::sparse_coo_tensor(torch::tensor(places).unsqueeze(0), values, {4});
   };
-  x.mutable_grad() = sparse({1, 1}, 64000);  // 128000 in one place: inf in half
+  x.mutable_grad() = sparse({1, 1}, 64000);  // duplicate index: the sum of 128000 is inf in float16
   EXPECT_FALSE(scaler.step(optimizer).applied());
   scaler.update(2.0);
   x.mutable_grad() = sparse({1, 3}, 64000);
@@ -197,8 +196,7 @@ TEST(GradScaler, ThrowsForFp16GradientsUnlessAllowed) {
   EXPECT_EQ(x.grad().item<float>(), 0.25F);
 }
 
-// Divided by a scale below 1 it overflows in half and not in float, which is what the check
-// computes in.
+// The quotient by a scale below 1 overflows in float16 but not in float32.
 TEST(GradScaler, FindsInfFromUnscalingFp16) {
   for (const bool zero_grad : {false, true}) {
     for (const double max_norm : {1e9, std::numeric_limits<double>::infinity()}) {
@@ -224,7 +222,7 @@ TEST(GradScaler, FindsInfFromUnscalingFp16) {
   }
 }
 
-// --- Bounds, and memory that is shared.
+// --- Bounds and shared storage
 
 TEST(GradScalerBounds, ThrowsForScaleRoundingToZero) {
   EXPECT_THAT([] { GradScaler({.init_scale = 1e-60, .min_scale = 0}); },
@@ -285,8 +283,7 @@ TEST_F(GradScalerSharing, CallbackCanRemoveItself) {
   EXPECT_EQ(*calls, 1);
 }
 
-// A model of 161 parameters in half on the CPU, whose first scaled gradients overflow: half a
-// second, for half is slow on most CPUs.
+// A float16 model of 161 parameters on the CPU whose first scaled gradients overflow.
 TEST(GradScalerFp16Training, RecoversFromOverflow) {
   torch::manual_seed(5);
   torch::nn::Sequential model(torch::nn::Linear(8, 16), torch::nn::ReLU(),
@@ -320,11 +317,11 @@ TEST(GradScalerFp16Training, RecoversFromOverflow) {
   }
   EXPECT_GE(skipped, 3) << "the first step overflowed";
   EXPECT_LE(skipped, 20);
-  EXPECT_TRUE(grew) << "the scale came back";
+  EXPECT_TRUE(grew) << "the scale grows again";
   EXPECT_LT(losses.back(), losses.front() / 5);
 }
 
-// --- How the loss scale moves, and what is said of it.
+// --- Updating the scale and reporting skips
 
 TEST(GradScaler, UpdateCopiesNewScale) {
   auto scaler = make_silent_scaler({});
@@ -381,29 +378,29 @@ TEST(GradScaler, SettersThrowForConstantScale) {
 }
 
 TEST(GradScaler, FixedScaleSkipsWithoutBackoff) {
-  SingleParamTraining one(GradScalerOptions::fixed(128));
-  EXPECT_FALSE(one.step(kInfinity).applied());
-  EXPECT_EQ(one.scaler.get_scale(), 128.0);
-  EXPECT_TRUE(one.step(128).applied());
-  EXPECT_EQ(one.x.item<float>(), -1.0F);
+  SingleParamTraining training(GradScalerOptions::fixed(128));
+  EXPECT_FALSE(training.step(kInfinity).applied());
+  EXPECT_EQ(training.scaler.get_scale(), 128.0);
+  EXPECT_TRUE(training.step(128).applied());
+  EXPECT_EQ(training.x.item<float>(), -1.0F);
 }
 
 TEST(GradScaler, ModeNoneChecksWithoutScaling) {
-  SingleParamTraining one(GradScalerOptions::none());
-  const auto loss = one.x.sum();
-  EXPECT_TRUE(one.scaler.scale(loss).is_same(loss));
-  set_grad(one.x, {3});
-  const auto version = one.x.grad()._version();
-  EXPECT_TRUE(one.scaler.step(one.optimizer).applied());
-  EXPECT_EQ(one.x.grad()._version(), version);
-  one.scaler.update();
-  EXPECT_FALSE(one.step(kInfinity).applied());
-  EXPECT_THAT(message_of([&] { one.scaler.update(2.0); }), HasSubstr("LossScaleMode::none"));
+  SingleParamTraining training(GradScalerOptions::none());
+  const auto loss = training.x.sum();
+  EXPECT_TRUE(training.scaler.scale(loss).is_same(loss));
+  set_grad(training.x, {3});
+  const auto version = training.x.grad()._version();
+  EXPECT_TRUE(training.scaler.step(training.optimizer).applied());
+  EXPECT_EQ(training.x.grad()._version(), version);
+  training.scaler.update();
+  EXPECT_FALSE(training.step(kInfinity).applied());
+  EXPECT_THAT(message_of([&] { training.scaler.update(2.0); }), HasSubstr("LossScaleMode::none"));
 }
 
 TEST(GradScaler, HysteresisDelaysBackoff) {
-  SingleParamTraining one({.init_scale = 8, .hysteresis = 2});
-  EXPECT_THAT(one.scales({kInfinity, kInfinity, kInfinity}), ElementsAre(8, 4, 2));
+  SingleParamTraining training({.init_scale = 8, .hysteresis = 2});
+  EXPECT_THAT(training.scales({kInfinity, kInfinity, kInfinity}), ElementsAre(8, 4, 2));
 }
 
 TEST(GradScaler, CallbackReportsSkipOnce) {
@@ -427,32 +424,32 @@ TEST(GradScaler, CallbackReportsSkipOnce) {
 }
 
 TEST(GradScaler, CallbackReportsInfFromUnscale) {
-  int told = 0;
-  SingleParamTraining one;
-  one.scaler.on_skip([&told](const mezzo::SkippedStep&) { ++told; });
-  set_grad(one.x, {kInfinity});
-  one.scaler.unscale_(one.optimizer);
-  one.scaler.update();
-  EXPECT_EQ(told, 1);
-  EXPECT_EQ(one.scaler.get_scale(), 512);
+  int reported_skips = 0;
+  SingleParamTraining training;
+  training.scaler.on_skip([&reported_skips](const mezzo::SkippedStep&) { ++reported_skips; });
+  set_grad(training.x, {kInfinity});
+  training.scaler.unscale_(training.optimizer);
+  training.scaler.update();
+  EXPECT_EQ(reported_skips, 1);
+  EXPECT_EQ(training.scaler.get_scale(), 512);
 }
 
 TEST(GradScaler, CallbackRunsInCallersGradMode) {
   std::vector<bool> modes;
-  SingleParamTraining one;
-  one.scaler.on_skip(
+  SingleParamTraining training;
+  training.scaler.on_skip(
       [&](const mezzo::SkippedStep&) { modes.push_back(torch::GradMode::is_enabled()); });
   for (const bool mode : {true, false}) {
     const torch::AutoGradMode grad_mode(mode);
-    one.step(kInfinity);
+    training.step(kInfinity);
   }
   EXPECT_THAT(modes, ElementsAre(true, false));
 }
 
-/// What `steps` iterations of `one` write to the error stream.
-std::vector<std::string> lines_of(SingleParamTraining& one, int steps, float gradient) {
+/// Runs `steps` iterations and returns the lines that they print to stderr.
+std::vector<std::string> stderr_lines(SingleParamTraining& training, int steps, float gradient) {
   testing::internal::CaptureStderr();
-  for (int i = 0; i < steps; ++i) one.step(gradient);
+  for (int i = 0; i < steps; ++i) training.step(gradient);
   std::istringstream text(testing::internal::GetCapturedStderr());
   std::vector<std::string> lines;
   for (std::string line; std::getline(text, line);) lines.push_back(line);
@@ -460,32 +457,31 @@ std::vector<std::string> lines_of(SingleParamTraining& one, int steps, float gra
 }
 
 TEST(GradScaler, PrintsSkipsToStderrByDefault) {
-  SingleParamTraining one(GradScaler({.init_scale = 1, .loss_id = 3}));
-  EXPECT_THAT(lines_of(one, 1, kInfinity),
+  SingleParamTraining training(GradScaler({.init_scale = 1, .loss_id = 3}));
+  EXPECT_THAT(stderr_lines(training, 1, kInfinity),
               ElementsAre("Gradient overflow or NaN.  Skipping step, loss scaler 3 reducing loss "
                           "scale to 0.5"));
-  one.scaler.on_skip(nullptr);
-  EXPECT_THAT(lines_of(one, 1, kInfinity), ElementsAre());
+  training.scaler.on_skip(nullptr);
+  EXPECT_THAT(stderr_lines(training, 1, kInfinity), ElementsAre());
 }
 
-// A loss that is NaN for good would write a line a step.
 TEST(GradScaler, PrintsSkipsAtMinScaleRarely) {
-  SingleParamTraining one(GradScaler({.init_scale = 4, .min_scale = 1}));
-  EXPECT_EQ(lines_of(one, 2, kInfinity).size(), 2U) << "4 to 2, and 2 to 1";
-  EXPECT_THAT(lines_of(one, 1, kInfinity),
+  SingleParamTraining training(GradScaler({.init_scale = 4, .min_scale = 1}));
+  EXPECT_EQ(stderr_lines(training, 2, kInfinity).size(), 2U) << "4 to 2, and 2 to 1";
+  EXPECT_THAT(stderr_lines(training, 1, kInfinity),
               ElementsAre(AllOf(HasSubstr("keeping loss scale at 1.0"),
                                 HasSubstr("which is min_scale (consecutive skips: 1;"))));
-  EXPECT_EQ(lines_of(one, 998, kInfinity).size(), 0U);
-  EXPECT_EQ(lines_of(one, 1, kInfinity).size(), 1U) << "the 1000th";
-  one.scaler.update(2.0);
-  EXPECT_EQ(lines_of(one, 1, kInfinity).size(), 1U) << "backs off from 2 to 1";
-  EXPECT_EQ(lines_of(one, 1, kInfinity).size(), 1U) << "at min_scale again";
+  EXPECT_EQ(stderr_lines(training, 998, kInfinity).size(), 0U);
+  EXPECT_EQ(stderr_lines(training, 1, kInfinity).size(), 1U) << "the 1000th";
+  training.scaler.update(2.0);
+  EXPECT_EQ(stderr_lines(training, 1, kInfinity).size(), 1U) << "backs off from 2 to 1";
+  EXPECT_EQ(stderr_lines(training, 1, kInfinity).size(), 1U) << "at min_scale again";
 }
 
 // A loss that is always NaN once printed a line for each step, down to a scale of 5.7e-14.
 TEST(GradScaler, PrintsAdviceAfterTenSkips) {
-  SingleParamTraining one{GradScaler()};
-  const auto first = lines_of(one, 60, std::numeric_limits<float>::quiet_NaN());
+  SingleParamTraining training{GradScaler()};
+  const auto first = stderr_lines(training, 60, std::numeric_limits<float>::quiet_NaN());
   ASSERT_EQ(first.size(), 11U);
   for (int i = 0; i < 10; ++i) {
     EXPECT_EQ(first[static_cast<std::size_t>(i)],
@@ -498,21 +494,22 @@ TEST(GradScaler, PrintsAdviceAfterTenSkips) {
       "(consecutive skips: 11; from now on every 1000th is printed). No loss scale removes an "
       "inf or NaN in the data, the loss or the weights; mezzo::DivergenceMonitor "
       "(mezzo/diagnostics.h) finds it");
-  one.scaler.update(65536.0);
-  EXPECT_EQ(lines_of(one, 10, kInfinity).size(), 10U) << "update(new_scale) resets the count";
-  EXPECT_EQ(lines_of(one, 1, 1).size(), 0U);
-  EXPECT_EQ(lines_of(one, 10, kInfinity).size(), 10U) << "so does an applied step";
-  EXPECT_EQ(lines_of(one, 1, kInfinity).size(), 1U);
-  EXPECT_EQ(lines_of(one, 1, kInfinity).size(), 0U);
+  training.scaler.update(65536.0);
+  EXPECT_EQ(stderr_lines(training, 10, kInfinity).size(), 10U)
+      << "update(new_scale) resets the count";
+  EXPECT_EQ(stderr_lines(training, 1, 1).size(), 0U);
+  EXPECT_EQ(stderr_lines(training, 10, kInfinity).size(), 10U) << "so does an applied step";
+  EXPECT_EQ(stderr_lines(training, 1, kInfinity).size(), 1U);
+  EXPECT_EQ(stderr_lines(training, 1, kInfinity).size(), 0U);
 }
 
 TEST(GradScaler, CallbackReportsConsecutiveSkips) {
   std::vector<int64_t> times;
-  SingleParamTraining one({.min_scale = 32768});
-  one.scaler.on_skip(
+  SingleParamTraining training({.min_scale = 32768});
+  training.scaler.on_skip(
       [&](const mezzo::SkippedStep& skip) { times.push_back(skip.consecutive_skips); });
   for (const float gradient : {kInfinity, kInfinity, kInfinity, 1.0F, kInfinity}) {
-    one.step(gradient);
+    training.step(gradient);
   }
   EXPECT_THAT(times, ElementsAre(1, 2, 3, 1));
 }
@@ -530,12 +527,12 @@ TEST(SkippedStep, FormatsScaleAsPython) {
   EXPECT_THAT(line(128, 256), HasSubstr("setting loss scale to 256.0"));
 }
 
-// --- Calls that a scaler accepts and refuses, and what it remembers between them.
+// --- Call order and errors
 
 TEST(GradScaler, AcceptsNullClosure) {
-  SingleParamTraining one;
-  set_grad(one.x, {1});
-  EXPECT_TRUE(one.scaler.step(one.optimizer, nullptr).applied());
+  SingleParamTraining training;
+  set_grad(training.x, {1});
+  EXPECT_TRUE(training.scaler.step(training.optimizer, nullptr).applied());
 }
 
 TEST(GradScaler, StepSucceedsAfterOptimizerThrew) {
@@ -553,7 +550,7 @@ TEST(GradScaler, StepSucceedsAfterOptimizerThrew) {
   }
 }
 
-// torch refuses it too: what came after is scaled, and would be taken for unscaled.
+// As in torch: gradients created later are scaled, but would be used as unscaled.
 TEST(GradScaler, ThrowsForGradientsCreatedAfterUnscale) {
   auto scaler = make_silent_scaler({.init_scale = 4});
   auto x = parameter({1});
@@ -604,9 +601,9 @@ TEST(GradScaler, MovePreservesState) {
   EXPECT_EQ(x.item<float>(), -1.0F);
 }
 
-// --- Several scalers for one optimizer, errors in between, odd gradients.
+// --- Multiple scalers, errors, unusual gradients
 
-/// libtorch's SGD and mezzo's, with a rate of 1: a step subtracts the gradient.
+/// torch::optim::SGD and mezzo::optim::SGD with a learning rate of 1.
 template <class Optimizer>
 class GradScalerEdgeCases : public testing::Test {
  protected:
@@ -667,7 +664,7 @@ TYPED_TEST(GradScalerEdgeCases, EmptyParametersStep) {
 TYPED_TEST(GradScalerEdgeCases, ThrowsWithoutGradients) {
   auto x = parameter({1});
   auto without_gradients = this->sgd({x});
-  // mezzo's refuses to be without parameters.
+  // mezzo::optim::SGD throws without parameters.
   torch::optim::SGD without_parameters(std::vector<torch::Tensor>{}, /*lr=*/1.0);
   auto scaler = make_silent_scaler({});
   for (const OptimizerRef optimizer :
@@ -732,9 +729,9 @@ TEST(GradScaler, ScalesLossInItsDtype) {
   }
 }
 
-// --- The scaler's state to and from a dictionary, an archive, and torch.amp.
+// --- State dict, archives, torch.amp
 
-/// Iterations of `scaler`, each with a gradient.
+/// Runs an iteration of `scaler` for each gradient.
 void run(GradScaler& scaler, const std::vector<float>& gradients) {
   const torch::Tensor x = test_support::parameter({0});
   torch::optim::SGD optimizer = test_support::sgd({x});
@@ -756,7 +753,7 @@ GradScalerOptions unusual_options() {
           .hysteresis = 3};
 }
 
-/// Python's scaler takes what is read from a file, and refuses a growth_interval that is a float.
+/// torch.amp throws for a growth_interval that is a float.
 TEST(GradScalerStateDict, ArchiveStoresCountsAsIntegers) {
   GradScaler scaler(unusual_options());
   std::stringstream file;
@@ -774,7 +771,6 @@ TEST(GradScalerStateDict, ArchiveStoresCountsAsIntegers) {
   }
 }
 
-/// As files were before.
 TEST(GradScalerStateDict, LoadAcceptsCountsAsFloats) {
   std::stringstream file;
   torch::serialize::OutputArchive written;
@@ -871,7 +867,7 @@ TEST(GradScalerStateDict, FailedLoadChangesNothing) {
       GradScaler scaler(unusual_options());
       const auto before = scaler.state_dict();
       const std::string error = message_of([&] { scaler.load_state_dict(incomplete); });
-      if (error != "no error") {  // min_scale and others are mezzo's own
+      if (error != "no error") {  // min_scale and the like are optional
         EXPECT_THAT(error, HasSubstr("lacks \"" + key + "\""));
         EXPECT_EQ(scaler.state_dict(), before);
       }
@@ -880,7 +876,7 @@ TEST(GradScalerStateDict, FailedLoadChangesNothing) {
   EXPECT_GT(refused, 60);
 }
 
-/// Otherwise the step after the load would take scaled gradients for unscaled ones.
+/// Otherwise the next step would use scaled gradients as unscaled.
 TEST(GradScalerStateDict, LoadDiscardsPendingIteration) {
   GradScaler scaler({.init_scale = 8});
   std::stringstream stream;

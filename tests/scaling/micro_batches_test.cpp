@@ -1,4 +1,3 @@
-// Micro-batches of a loader that know their place in a step.
 #include <mezzo/optim/sgd.h>
 #include <mezzo/scaling/detail/gradient_stash.h>
 #include <mezzo/scaling/finite_grad_accumulator.h>
@@ -58,7 +57,7 @@ TEST(MicroBatches, ReportsPositionInIncompleteLastWindow) {
   EXPECT_THAT(places(0, 4), ElementsAre());
 }
 
-// A position in the data that is saved after a step names what the steps have seen.
+// A checkpoint after a step must contain the data position of that step.
 TEST(MicroBatches, DrawsNoBatchBeyondWindow) {
   int drawn = 0;
   auto loader = std::views::iota(0, 6) | std::views::transform([&](int number) {
@@ -80,13 +79,13 @@ TEST(MicroBatches, HoldsBatchesOfOneWindow) {
   };
   std::vector<std::weak_ptr<int>> read;
   auto loader = std::views::iota(0, 6) | std::views::transform([&](int number) {
-                  Held one{std::make_shared<int>(number)};
+                  Held batch{std::make_shared<int>(number)};
                   read.emplace_back(one.memory);
-                  return one;
+                  return batch;
                 });
   for (auto& batch : mezzo::micro_batches(loader, 2)) {
     const auto held =
-        std::count_if(read.begin(), read.end(), [](auto& one) { return !one.expired(); });
+        std::count_if(read.begin(), read.end(), [](auto& batch) { return !batch.expired(); });
     EXPECT_EQ(held, 2) << *batch.memory;
   }
 }
@@ -137,7 +136,7 @@ TEST(MicroBatches, AcceptsAnyRangeWithoutModifyingIt) {
               HasSubstr("gradient_accumulation_steps is 0"));
 }
 
-// --- One bad micro-batch does not spoil the others.
+// --- FiniteGradAccumulator
 
 class FiniteGradAccumulator : public testing::Test {
  protected:
@@ -148,7 +147,7 @@ class FiniteGradAccumulator : public testing::Test {
   static void expect_all(const Tensor& gradient, float value) {
     EXPECT_TRUE(torch::equal(gradient, torch::full_like(gradient, value))) << gradient;
   }
-  /// Begins the next step.
+  /// Starts the next step.
   void zero_grad() {
     a_.mutable_grad().reset();
     b_.mutable_grad().reset();
@@ -209,7 +208,7 @@ TEST_F(FiniteGradAccumulator, BadGradientInNewTensorIsReplaced) {
   expect_all(a_.grad(), 1);
 }
 
-// One object for all steps is one step's as long as zero_grad() ends it.
+// An accumulator can be reused if zero_grad() ends each step.
 TEST_F(FiniteGradAccumulator, ClearedGradientsAreNotReplaced) {
   EXPECT_FALSE(add(kNan, 1));
   a_.mutable_grad().reset();
@@ -291,7 +290,7 @@ TEST_F(FiniteGradAccumulator, ParameterGivenTwiceIsAddedOnce) {
   expect_all(a_.grad(), 3);
 }
 
-// Entries of one place that add up to inf are inf.
+// Duplicate indices whose sum overflows are inf.
 TEST_F(FiniteGradAccumulator, BadSparseMicroBatchIsDropped) {
   torch::nn::Embedding embedding(torch::nn::EmbeddingOptions(4, 2).sparse(true));
   mezzo::FiniteGradAccumulator accumulator(embedding->parameters());
@@ -302,7 +301,7 @@ TEST_F(FiniteGradAccumulator, BadSparseMicroBatchIsDropped) {
   };
   EXPECT_TRUE(add_at(1, 2, 1));
   EXPECT_FALSE(add_at(1, 2, kNan));
-  EXPECT_FALSE(add_at(3, 3, 2e38F)) << "4e38 in one place";
+  EXPECT_FALSE(add_at(3, 3, 2e38F)) << "duplicate indices add up to 4e38";
   EXPECT_TRUE(add_at(0, 3, 2));
   EXPECT_EQ(embedding->weight.grad().to_dense().sum().item<double>(), 12);
 }
@@ -316,7 +315,7 @@ TEST_F(FiniteGradAccumulator, BadArgumentThrows) {
               HasSubstr("parameter 1 is undefined"));
 }
 
-// --- Gradients that are set aside come back as they were, or join those that came since.
+// --- GradientStash
 
 Tensor leaf(torch::ScalarType dtype = torch::kFloat) {
   return torch::ones({3}, dtype).requires_grad_();

@@ -1,4 +1,4 @@
-// Gradients that do not carry the loss scale that the scaler divides them by.
+// Gradients that were not scaled by the scale that the scaler divides them by.
 
 #include <mezzo/optim/sgd.h>
 #include <mezzo/scaling/grad_scaler.h>
@@ -29,14 +29,14 @@ using testing::HasSubstr;
 using testing::IsEmpty;
 using torch::Tensor;
 
-/// libtorch's SGD and mezzo's, with a rate of 1: a step subtracts the gradient.
+/// torch::optim::SGD and mezzo::optim::SGD with a learning rate of 1.
 template <class Optimizer>
 class GradScalerScaledGradients : public testing::Test {
  protected:
   static Optimizer sgd(const std::vector<Tensor>& parameters) {
     return Optimizer(parameters, torch::optim::SGDOptions(1.0));
   }
-  /// A backward pass that gives `parameter` a gradient of `slope`, times the scale.
+  /// Runs a backward pass after which the gradient of `parameter` is `slope` times the scale.
   void backward(const Tensor& parameter, float slope = 1) {
     scaler.scale((parameter * slope).sum()).backward();
   }
@@ -107,7 +107,7 @@ TYPED_TEST(GradScalerScaledGradients, ConstantScaleDoesNotWarn) {
   EXPECT_THAT(this->warnings.texts, IsEmpty());
 }
 
-// A loop that makes an optimizer in each round may find the last one's address again.
+// A new optimizer may have the address of a destroyed one.
 TYPED_TEST(GradScalerScaledGradients, NewOptimizerAtSameAddressIsNotUnscaled) {
   alignas(TypeParam) unsigned char memory[sizeof(TypeParam)];
   auto* optimizer = new (memory) TypeParam(this->sgd({this->x}));
@@ -132,7 +132,7 @@ TYPED_TEST(GradScalerScaledGradients, NewOptimizerAtSameAddressIsNotUnscaled) {
   EXPECT_EQ(this->scaler.get_scale(), 2) << "the first optimizer's inf counts";
 }
 
-// As a loop of SAM has it: unscale_, a perturbation, and a second pass.
+// As in SAM: unscale_, a perturbation, and a second backward pass.
 TYPED_TEST(GradScalerScaledGradients, SecondBackwardAfterUnscaleThrows) {
   auto optimizer = this->sgd({this->x});
   this->backward(this->x);
@@ -165,15 +165,15 @@ TYPED_TEST(GradScalerScaledGradients, GradientClippedOutOfPlaceSteps) {
   EXPECT_EQ(this->x.template item<float>(), -0.25);
 }
 
-// Both losses are scaled before the first is stepped with.
+// Both losses are scaled before the first step.
 TYPED_TEST(GradScalerScaledGradients, SharedGradientZeroedInPlaceSteps) {
   auto first = this->sgd({this->x}), second = this->sgd({this->x});
-  const Tensor one = this->scaler.scale(this->x.sum()), other = this->scaler.scale(this->x.sum());
-  one.backward();
+  const Tensor loss = this->scaler.scale(this->x.sum()), other_loss = this->scaler.scale(this->x.sum());
+  loss.backward();
   this->scaler.unscale_(first);
   this->scaler.step(first);
   this->x.mutable_grad().zero_();
-  other.backward();
+  other_loss.backward();
   this->scaler.step(second);
   this->scaler.update();
   EXPECT_EQ(this->x.template item<float>(), -2);
@@ -239,7 +239,7 @@ TYPED_TEST(GradScalerScaledGradients, SharedParameterUnscaledForAnotherOptimizer
   EXPECT_EQ(this->y.grad().template item<float>(), 4) << "not unscaled";
 }
 
-// Each backward pass writes gradients anew, as in a GAN whose networks share a part.
+// Each backward pass creates new gradients, as in a GAN whose networks share layers.
 TYPED_TEST(GradScalerScaledGradients, SharedParameterWithSeparateBackwardSteps) {
   auto first = this->sgd({this->x}), second = this->sgd({this->y, this->x});
   for (const auto& optimizer : {mezzo::OptimizerRef(first), mezzo::OptimizerRef(second)}) {
@@ -304,7 +304,7 @@ TEST(GradScalerStateDict, LoadKeepsOptionsNotInState) {
   EXPECT_EQ(scaler.get_scale(), 2);
 }
 
-// 1 / scale times the clip coefficient is subnormal from 2^120 on, and lost digits as one float.
+// From 2^120 on, 1 / scale times the clip coefficient is subnormal in float32.
 TYPED_TEST(GradScalerScaledGradients, HugeScaleClipsAccurately) {
   for (const int exponent : {100, 120, 126}) {
     for (const bool unscales : {false, true}) {
@@ -333,7 +333,7 @@ TYPED_TEST(GradScalerScaledGradients, GrownScaleTrainsUnderFlushToZero) {
   EXPECT_EQ(this->scaler.get_scale(), std::ldexp(1.0, 126));
 }
 
-/// Loops of twenty steps: how each clips, or what its gradients are.
+/// Training loops of twenty steps.
 enum class Loop {
   clipped_scaled,
   clipped_before_unscale,

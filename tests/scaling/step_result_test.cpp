@@ -10,7 +10,7 @@ namespace {
 
 using mezzo::StepResult;
 
-/// A step that is decided elsewhere: the outcome arrives when somebody waits for it.
+/// A future that completes when its values are read.
 class LateSlot : public mezzo::StepFuture {
  public:
   bool ready() const noexcept override { return waited; }

@@ -1,5 +1,5 @@
-// One region of autocast around several iterations: what writes weights drops the casts that
-// libtorch keeps until the outermost region ends.
+// An autocast region around several iterations: modifying weights clears libtorch's cache of weight
+// casts, which otherwise lasts until the outermost region ends.
 
 #include <mezzo/mezzo.h>
 
@@ -20,7 +20,7 @@ torch::Tensor output_of(torch::nn::Conv2d& model, const torch::Tensor& x) {
   return model->forward(x);
 }
 
-/// Something that writes weights, with whatever it needs kept alive.
+/// A call that modifies weights.
 struct Writer {
   std::string name;
   std::function<std::function<void()>(torch::nn::Conv2d&)> make;
