@@ -168,7 +168,8 @@ TYPED_TEST(GradScalerScaledGradients, GradientClippedOutOfPlaceSteps) {
 // Both losses are scaled before the first step.
 TYPED_TEST(GradScalerScaledGradients, SharedGradientZeroedInPlaceSteps) {
   auto first = this->sgd({this->x}), second = this->sgd({this->x});
-  const Tensor loss = this->scaler.scale(this->x.sum()), other_loss = this->scaler.scale(this->x.sum());
+  const Tensor loss = this->scaler.scale(this->x.sum()),
+               other_loss = this->scaler.scale(this->x.sum());
   loss.backward();
   this->scaler.unscale_(first);
   this->scaler.step(first);
