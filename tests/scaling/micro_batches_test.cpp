@@ -80,7 +80,7 @@ TEST(MicroBatches, HoldsBatchesOfOneWindow) {
   std::vector<std::weak_ptr<int>> read;
   auto loader = std::views::iota(0, 6) | std::views::transform([&](int number) {
                   Held batch{std::make_shared<int>(number)};
-                  read.emplace_back(one.memory);
+                  read.emplace_back(batch.memory);
                   return batch;
                 });
   for (auto& batch : mezzo::micro_batches(loader, 2)) {
