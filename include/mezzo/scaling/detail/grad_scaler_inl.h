@@ -56,7 +56,7 @@ inline void set_master_grads(optim::MixedPrecisionOptimizer* optimizer, StepPlan
   for (StepPlan::Param& param : plan.params) {
     if (!has_master(param)) continue;
     if (is_low_precision(param.gradient)) {
-      const NoGradInferenceGuard no_graph(param.gradient.is_inference());
+      const NoGradInferenceGuard no_grad(param.gradient.is_inference());
       param.gradient = param.parameter->grad().to(at::kFloat);
       param.parameter->mutable_grad() = param.gradient;
     }
@@ -67,16 +67,16 @@ inline void set_master_grads(optim::MixedPrecisionOptimizer* optimizer, StepPlan
 /// Clips the unscaled gradients and calls `optimizer.step()`, or skips the step if one is inf or
 /// NaN. For optimizers of torch::optim.
 inline StepResult maybe_opt_step(OptimizerRef optimizer, const std::vector<at::Tensor>& gradients,
-                                 StepResult::Values outcome, const StepOptions& options) {
-  if (outcome.applied) {
-    if (has_max_norm(options) && outcome.grad_norm) {
-      clip_in_place(gradients, *outcome.grad_norm, options.max_norm);
+                                 StepResult::Values values, const StepOptions& options) {
+  if (values.applied) {
+    if (has_max_norm(options) && values.grad_norm) {
+      clip_in_place(gradients, *values.grad_norm, options.max_norm);
     }
-    outcome.step_return = optimizer.step();
+    values.step_return = optimizer.step();
   }
-  skipped_optimizer = outcome.applied ? nullptr : &optimizer.optimizer();
+  skipped_optimizer = values.applied ? nullptr : &optimizer.optimizer();
   if (options.zero_grad) zero_gradients(optimizer.optimizer());
-  return StepResult(std::move(outcome));
+  return StepResult(std::move(values));
 }
 
 /// Adds `flag` to `sum`, which is undefined before the first flag.
@@ -267,8 +267,8 @@ MEZZO_INLINE StepResult GradScaler::step_with_host_sync(OptimizerRef optimizer,
     stats = detail::compute_grad_stats_across_devices(gradients, at::ones_like(scale));
     merge_found_inf(state, stats);
   }
-  const StepResult::Values outcome = future_pool_.make_result(scale, stats, was_unscaled).values();
-  const StepResult result = detail::maybe_opt_step(optimizer, gradients, outcome, options);
+  const StepResult::Values values = future_pool_.make_result(scale, stats, was_unscaled).values();
+  const StepResult result = detail::maybe_opt_step(optimizer, gradients, values, options);
   state.stage = OptState::stepped;
   reporter_.observe(result);
   return result;
