@@ -76,7 +76,7 @@ CHANGES = [
 # The same in HEADERS, of what the host does around the kernels.
 HOST_CHANGES = [
     ("a letter's event before its kernel", "scaling/detail/device_step_future.h",
-     "write(to_device(scale, device_), stats.to(device_));\n    if (!is_captured_)\n      "
+     "copy_to_host(to_device(scale, device_), stats.to(device_));\n    if (!is_captured_)\n      "
      "event_.record(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));",
      "if (!is_captured_) event_.record(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));\n"
      "    write(to_device(scale, device_), stats.to(device_));"),

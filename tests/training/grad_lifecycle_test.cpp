@@ -3,7 +3,7 @@
 // scalers.
 
 #include <mezzo/opt_levels/amp.h>
-#include <mezzo/opt_levels/loss_scale_optimizer.h>
+#include <mezzo/scaling/loss_scale_optimizer.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/master_weights.h>
 #include <mezzo/optim/sgd.h>
@@ -113,7 +113,7 @@ TEST(GradLifecycle, ParamDroppedAfterUnscaleIsNotUpdated) {
 
 TEST(GradLifecycle, StepPreservesGradsOrZeroesOnRequest) {
   for (const WeightStorageCase& storage_case : weight_storage_cases()) {
-    if (storage_case.name == std::string("torch's SGD"))
+    if (storage_case.name == std::string("torch::optim::SGD"))
       continue;  // torch.amp unscales them in place
     for (const bool zero_grad : {false, true}) {
       for (const double max_norm : {0.5, kInfinity}) {
@@ -424,7 +424,7 @@ TEST(GradLifecycle, LossScaleOptimizerStepAfterZeroGradIsNoOp) {
     const torch::Tensor parameter = make_weight(storage_case.dtype);
     const OwnedOptimizer owned = storage_case.make({parameter});
     mezzo::LossScaleOptimizer optimizer(owned.ref(), {.init_scale = kScale});
-    optimizer.scale((parameter * 64).sum().to(torch::kFloat)).backward();
+    optimizer.scale_loss((parameter * 64).sum().to(torch::kFloat)).backward();
     optimizer.unscale_();
     optimizer.zero_grad();
     (void)optimizer.step();

@@ -1,5 +1,5 @@
-// One region of autocast around several iterations: what writes weights drops the casts that
-// libtorch keeps until the outermost region ends.
+// An autocast region around several iterations: modifying weights clears libtorch's cache of weight
+// casts, which otherwise lasts until the outermost region ends.
 
 #include <mezzo/mezzo.h>
 
@@ -20,7 +20,7 @@ torch::Tensor output_of(torch::nn::Conv2d& model, const torch::Tensor& x) {
   return model->forward(x);
 }
 
-/// Something that writes weights, with whatever it needs kept alive.
+/// A call that modifies weights.
 struct Writer {
   std::string name;
   std::function<std::function<void()>(torch::nn::Conv2d&)> make;
@@ -62,7 +62,7 @@ std::vector<Writer> writers() {
   };
 }
 
-TEST(StaleCasts, AWriteOfWeightsInsideOneRegionReachesTheNextForward) {
+TEST(AutocastCacheInvalidation, WeightWriteReachesNextForward) {
   for (const Writer& writer : writers()) {
     SCOPED_TRACE(writer.name);
     torch::nn::Conv2d model(torch::nn::Conv2dOptions(2, 3, 3));
@@ -82,7 +82,7 @@ TEST(StaleCasts, AWriteOfWeightsInsideOneRegionReachesTheNextForward) {
   }
 }
 
-TEST(StaleCasts, AveragesAreUsedInsideTheirScopeAndNotAfterIt) {
+TEST(AutocastCacheInvalidation, EmaWeightsUsedOnlyInsideGuard) {
   torch::nn::Conv2d model(torch::nn::Conv2dOptions(2, 3, 3));
   const torch::Tensor x = torch::rand({1, 2, 5, 5});
   const mezzo::Ema ema(model->parameters());

@@ -19,8 +19,8 @@ using testing::ElementsAre;
 
 at::Context& context() { return at::globalContext(); }
 
-/// What libtorch's newer getter says of every op, without a GENERIC setting and with one: an entry
-/// that inherits changes, one that was set does not.
+/// The value of float32Precision for every op, without a GENERIC setting and with one: inherited
+/// entries change, explicitly set ones do not.
 std::vector<FloatPrecision> table() {
   std::vector<FloatPrecision> seen;
   const FloatPrecision generic = context().float32Precision(Backend::GENERIC, Op::ALL);
@@ -41,11 +41,11 @@ std::vector<FloatPrecision> table() {
 FloatPrecision cuda(Op op) { return context().float32Precision(Backend::CUDA, op); }
 FloatPrecision onednn(Op op) { return context().float32Precision(Backend::MKLDNN, op); }
 
-/// Leaves the process as it was found, whatever a test sets beforehand.
+/// Restores the settings of the process after each test.
 class MatmulPrecision : public testing::Test {
  protected:
   void SetUp() override {
-    // What libtorch 2.11 starts with.
+    // Defaults of libtorch 2.11.
     context().setFloat32MatmulPrecision("highest");
     context().setAllowTF32CuDNN(true);
     context().setFloat32Precision(Backend::GENERIC, Op::ALL, FloatPrecision::NONE);
@@ -63,7 +63,7 @@ class MatmulPrecision : public testing::Test {
   void TearDown() override { SetUp(); }
 };
 
-TEST_F(MatmulPrecision, IsTf32InTheScopeAndAsItWasAfterwards) {
+TEST_F(MatmulPrecision, SetsTf32AndRestores) {
   const auto before = table();
   {
     const MatmulPrecisionGuard guard({.float32 = Matmul::HIGH});
@@ -76,7 +76,7 @@ TEST_F(MatmulPrecision, IsTf32InTheScopeAndAsItWasAfterwards) {
   EXPECT_EQ(context().float32MatmulPrecision(), Matmul::HIGHEST);
 }
 
-TEST_F(MatmulPrecision, SetsWhatTorchSetsForEachName) {
+TEST_F(MatmulPrecision, MatchesTorchForEachName) {
   {
     const MatmulPrecisionGuard guard({.float32 = Matmul::MEDIUM});
     EXPECT_EQ(cuda(Op::MATMUL), FloatPrecision::TF32);
@@ -84,11 +84,11 @@ TEST_F(MatmulPrecision, SetsWhatTorchSetsForEachName) {
   }
   context().setFloat32Precision(Backend::GENERIC, Op::ALL, FloatPrecision::TF32);
   const MatmulPrecisionGuard guard({.float32 = Matmul::HIGHEST});
-  EXPECT_EQ(cuda(Op::MATMUL), FloatPrecision::IEEE) << "whatever stands above it";
+  EXPECT_EQ(cuda(Op::MATMUL), FloatPrecision::IEEE) << "not inherited";
   EXPECT_EQ(onednn(Op::MATMUL), FloatPrecision::IEEE);
 }
 
-TEST_F(MatmulPrecision, LeavesAloneWhatItIsNotTold) {
+TEST_F(MatmulPrecision, KeepsUnsetOptions) {
   context().setAllowFP16ReductionCuBLAS(false);
   const auto before = table();
   const MatmulPrecisionGuard guard({.bf16_reduction = false});
@@ -98,7 +98,7 @@ TEST_F(MatmulPrecision, LeavesAloneWhatItIsNotTold) {
   EXPECT_FALSE(context().allowFP16AccumulationCuBLAS());
 }
 
-TEST_F(MatmulPrecision, SetsAndRestoresTheRestOfTheFlags) {
+TEST_F(MatmulPrecision, RestoresReductionFlags) {
   context().setAllowBF16ReductionCuBLAS(false, false);
   {
     const MatmulPrecisionGuard guard({.cudnn_tf32 = false,
@@ -119,7 +119,7 @@ TEST_F(MatmulPrecision, SetsAndRestoresTheRestOfTheFlags) {
   EXPECT_FALSE(context().allowFP16AccumulationCuBLAS());
 }
 
-TEST_F(MatmulPrecision, RestoresEachScopeOfANest) {
+TEST_F(MatmulPrecision, RestoresNestedScopes) {
   std::vector<Matmul> seen;
   const auto look = [&] { seen.push_back(context().float32MatmulPrecision()); };
   {
@@ -136,10 +136,10 @@ TEST_F(MatmulPrecision, RestoresEachScopeOfANest) {
   EXPECT_THAT(seen, ElementsAre(Matmul::MEDIUM, Matmul::HIGHEST, Matmul::MEDIUM, Matmul::HIGHEST));
 }
 
-TEST_F(MatmulPrecision, RestoresAMixOfTheTwoInterfaces) {
+TEST_F(MatmulPrecision, RestoresMixedInterfaces) {
   context().setFloat32Precision(Backend::CUDA, Op::MATMUL, FloatPrecision::TF32);
   context().setFloat32Precision(Backend::CUDA, Op::CONV, FloatPrecision::IEEE);
-  ASSERT_ANY_THROW(context().float32MatmulPrecision()) << "libtorch's older getter refuses it";
+  ASSERT_ANY_THROW(context().float32MatmulPrecision()) << "the legacy getter throws";
   ASSERT_ANY_THROW(context().allowTF32CuDNN());
   const auto before = table();
   {
@@ -150,11 +150,11 @@ TEST_F(MatmulPrecision, RestoresAMixOfTheTwoInterfaces) {
   EXPECT_EQ(table(), before);
   context().setFloat32Precision(Backend::CUDA, Op::MATMUL, FloatPrecision::NONE);
   context().setFloat32Precision(Backend::CUDA, Op::CONV, FloatPrecision::TF32);
-  EXPECT_EQ(context().float32MatmulPrecision(), Matmul::HIGHEST) << "the older layer, too";
+  EXPECT_EQ(context().float32MatmulPrecision(), Matmul::HIGHEST) << "the legacy setting too";
   EXPECT_TRUE(context().allowTF32CuDNN());
 }
 
-TEST_F(MatmulPrecision, KeepsTheOlderFlagOfCudnn) {
+TEST_F(MatmulPrecision, RestoresLegacyCudnnFlag) {
   context().setAllowTF32CuDNN(false);
   { const MatmulPrecisionGuard guard({.cudnn_tf32 = true}); }
   EXPECT_FALSE(context().allowTF32CuDNN());

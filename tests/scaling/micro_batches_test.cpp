@@ -1,4 +1,3 @@
-// Micro-batches of a loader that know their place in a step.
 #include <mezzo/optim/sgd.h>
 #include <mezzo/scaling/detail/gradient_stash.h>
 #include <mezzo/scaling/finite_grad_accumulator.h>
@@ -50,7 +49,7 @@ std::vector<std::string> places(int64_t samples, int64_t micro_batches) {
   return places;
 }
 
-TEST(Accumulate, BatchesOfALoaderKnowTheirGroupAlsoTheIncompleteLastOne) {
+TEST(MicroBatches, ReportsPositionInIncompleteLastWindow) {
   EXPECT_THAT(places(5, 3), ElementsAre("0: 0 of 3", "1: 1 of 3", "2: 2 of 3, last", "3: 0 of 2",
                                         "4: 1 of 2, last"));
   EXPECT_THAT(places(2, 1), ElementsAre("0: 0 of 1, last", "1: 0 of 1, last"));
@@ -58,8 +57,8 @@ TEST(Accumulate, BatchesOfALoaderKnowTheirGroupAlsoTheIncompleteLastOne) {
   EXPECT_THAT(places(0, 4), ElementsAre());
 }
 
-// A position in the data that is saved after a step names what the steps have seen.
-TEST(Accumulate, DrawsNoBatchBeyondItsGroup) {
+// A checkpoint after a step must contain the data position of that step.
+TEST(MicroBatches, DrawsNoBatchBeyondWindow) {
   int drawn = 0;
   auto loader = std::views::iota(0, 6) | std::views::transform([&](int number) {
                   struct Number {
@@ -74,24 +73,24 @@ TEST(Accumulate, DrawsNoBatchBeyondItsGroup) {
   EXPECT_EQ(drawn, 6);
 }
 
-TEST(Accumulate, HoldsTheBatchesOfOneGroup) {
+TEST(MicroBatches, HoldsBatchesOfOneWindow) {
   struct Held {
     std::shared_ptr<int> memory;
   };
   std::vector<std::weak_ptr<int>> read;
   auto loader = std::views::iota(0, 6) | std::views::transform([&](int number) {
-                  Held one{std::make_shared<int>(number)};
-                  read.emplace_back(one.memory);
-                  return one;
+                  Held batch{std::make_shared<int>(number)};
+                  read.emplace_back(batch.memory);
+                  return batch;
                 });
   for (auto& batch : mezzo::micro_batches(loader, 2)) {
     const auto held =
-        std::count_if(read.begin(), read.end(), [](auto& one) { return !one.expired(); });
+        std::count_if(read.begin(), read.end(), [](auto& batch) { return !batch.expired(); });
     EXPECT_EQ(held, 2) << *batch.memory;
   }
 }
 
-TEST(Accumulate, TrainsAsOnTheWholeBatch) {
+TEST(MicroBatches, MatchesTrainingOnWholeBatch) {
   const auto batches = [](const std::vector<std::vector<float>>& groups) {
     std::vector<torch::Tensor> tensors;
     for (const auto& group : groups) tensors.push_back(torch::tensor(group).reshape({-1, 1}));
@@ -121,7 +120,7 @@ TEST(Accumulate, TrainsAsOnTheWholeBatch) {
   EXPECT_NEAR(weight.item<double>(), whole.item<double>(), 1e-6);
 }
 
-TEST(Accumulate, TakesAnyRangeAndLeavesItAsItWas) {
+TEST(MicroBatches, AcceptsAnyRangeWithoutModifyingIt) {
   struct Batch {
     std::vector<int> values;
   };
@@ -134,10 +133,10 @@ TEST(Accumulate, TakesAnyRangeAndLeavesItAsItWas) {
   EXPECT_THAT(seen, ElementsAre(10, 21, 31));
   EXPECT_EQ(batches[0].values.size(), 1);
   EXPECT_THAT(test_support::message_of([&] { mezzo::micro_batches(batches, 0); }),
-              HasSubstr("micro_batches is 0"));
+              HasSubstr("gradient_accumulation_steps is 0"));
 }
 
-// --- One bad micro-batch does not spoil the others.
+// --- FiniteGradAccumulator
 
 class FiniteGradAccumulator : public testing::Test {
  protected:
@@ -148,7 +147,7 @@ class FiniteGradAccumulator : public testing::Test {
   static void expect_all(const Tensor& gradient, float value) {
     EXPECT_TRUE(torch::equal(gradient, torch::full_like(gradient, value))) << gradient;
   }
-  /// Begins the next step.
+  /// Starts the next step.
   void zero_grad() {
     a_.mutable_grad().reset();
     b_.mutable_grad().reset();
@@ -209,7 +208,7 @@ TEST_F(FiniteGradAccumulator, BadGradientInNewTensorIsReplaced) {
   expect_all(a_.grad(), 1);
 }
 
-// One object for all steps is one step's as long as zero_grad() ends it.
+// An accumulator can be reused if zero_grad() ends each step.
 TEST_F(FiniteGradAccumulator, ClearedGradientsAreNotReplaced) {
   EXPECT_FALSE(add(kNan, 1));
   a_.mutable_grad().reset();
@@ -291,7 +290,7 @@ TEST_F(FiniteGradAccumulator, ParameterGivenTwiceIsAddedOnce) {
   expect_all(a_.grad(), 3);
 }
 
-// Entries of one place that add up to inf are inf.
+// Duplicate indices whose sum overflows are inf.
 TEST_F(FiniteGradAccumulator, BadSparseMicroBatchIsDropped) {
   torch::nn::Embedding embedding(torch::nn::EmbeddingOptions(4, 2).sparse(true));
   mezzo::FiniteGradAccumulator accumulator(embedding->parameters());
@@ -302,7 +301,7 @@ TEST_F(FiniteGradAccumulator, BadSparseMicroBatchIsDropped) {
   };
   EXPECT_TRUE(add_at(1, 2, 1));
   EXPECT_FALSE(add_at(1, 2, kNan));
-  EXPECT_FALSE(add_at(3, 3, 2e38F)) << "4e38 in one place";
+  EXPECT_FALSE(add_at(3, 3, 2e38F)) << "duplicate indices add up to 4e38";
   EXPECT_TRUE(add_at(0, 3, 2));
   EXPECT_EQ(embedding->weight.grad().to_dense().sum().item<double>(), 12);
 }
@@ -316,7 +315,7 @@ TEST_F(FiniteGradAccumulator, BadArgumentThrows) {
               HasSubstr("parameter 1 is undefined"));
 }
 
-// --- Gradients that are set aside come back as they were, or join those that came since.
+// --- GradientStash
 
 Tensor leaf(torch::ScalarType dtype = torch::kFloat) {
   return torch::ones({3}, dtype).requires_grad_();
@@ -327,7 +326,7 @@ Tensor sparse(double value, torch::ScalarType dtype = torch::kFloat) {
                                   {3});
 }
 
-TEST(GradientStash, PutsBackAViewWhoseMemoryTheNextPassHasWritten) {
+TEST(GradientStash, RestoresViewOverwrittenByNextBackward) {
   const auto a = leaf();
   const auto flat = torch::zeros({8});
   const auto place = flat.narrow(0, 2, 3);
@@ -342,7 +341,7 @@ TEST(GradientStash, PutsBackAViewWhoseMemoryTheNextPassHasWritten) {
   EXPECT_TRUE(torch::equal(place, torch::full({3}, 2.0F)));
 }
 
-TEST(GradientStash, TheSumIsAFloatWhereOneOfTheTwoIs) {
+TEST(GradientStash, AddsMixedDtypesInFloat32) {
   for (const auto low : {torch::kBFloat16, torch::kHalf}) {
     for (const bool is_old_wide : {false, true}) {
       const auto a = leaf(low);
@@ -355,7 +354,7 @@ TEST(GradientStash, TheSumIsAFloatWhereOneOfTheTwoIs) {
   }
 }
 
-TEST(GradientStash, AddsSparseToDenseAndDenseToSparse) {
+TEST(GradientStash, AddsSparseAndDense) {
   const auto expected = torch::tensor({1.0F, 3.0F, 1.0F});
   for (const auto dtype : {torch::kFloat, torch::kBFloat16}) {
     for (const bool is_old_sparse : {false, true}) {

@@ -28,7 +28,7 @@ LossScaleState after(const GradScalerOptions& options, LossScaleState state,
   return state;
 }
 
-TEST(GradScalerOptions, StartsAsTorchDoes) {
+TEST(GradScalerOptions, DefaultsMatchTorch) {
   const auto options = GradScalerOptions::dynamic();
   EXPECT_EQ(options.initial_state(), (LossScaleState{65536.0F, 0, 1}));
   EXPECT_EQ(options.growth_factor, 2.0);
@@ -36,8 +36,8 @@ TEST(GradScalerOptions, StartsAsTorchDoes) {
   EXPECT_EQ(options.growth_interval, 2000);
 }
 
-// 20,000 steps with random factors, scales and found_inf, to the bit.
-TEST(GradScalerOptions, IsBitEqualToAtensKernel) {
+// 20,000 steps with random factors, scales and found_inf.
+TEST(GradScalerOptions, NextIsBitwiseIdenticalToAten) {
   std::mt19937 random(7);
   std::uniform_real_distribution<double> unit(0, 1);
   for (int run = 0; run < 200; ++run) {
@@ -56,21 +56,21 @@ TEST(GradScalerOptions, IsBitEqualToAtensKernel) {
       at::_amp_update_scale_(scale, tracker, torch::full({}, found_inf ? 1.0F : 0.0F),
                              options.growth_factor, options.backoff_factor,
                              options.growth_interval);
-      if (scale.item<float>() > mezzo::kMaxGrownScale) break;  // where torch grows further
+      if (scale.item<float>() > mezzo::kMaxGrownScale) break;  // torch grows further
       ASSERT_EQ(std::bit_cast<uint32_t>(state.scale), std::bit_cast<uint32_t>(scale.item<float>()));
       ASSERT_EQ(state.growth_tracker, tracker.item<int32_t>());
     }
   }
 }
 
-TEST(GradScalerOptions, TakesNoGrowthThatWouldNotBeFinite) {
+TEST(GradScalerOptions, GrowthStaysFinite) {
   const auto options =
       GradScalerOptions::dynamic({.init_scale = 1e38, .growth_factor = 16, .growth_interval = 1});
   EXPECT_EQ(options.next(options.initial_state(), false), (LossScaleState{1e38F, 0, 1}));
 }
 
-// At 2^127 the reciprocal is subnormal, and 0 where subnormals are flushed: gradients are lost.
-TEST(GradScalerOptions, GrowthStopsWhereTheReciprocalIsNormal) {
+// At 2^127 the reciprocal is subnormal, and 0 if subnormals are flushed, so gradients are lost.
+TEST(GradScalerOptions, GrowthKeepsReciprocalNormal) {
   for (const double factor : {2.0, 1.7}) {
     const auto options =
         GradScalerOptions::dynamic({.growth_factor = factor, .growth_interval = 1});
@@ -80,7 +80,7 @@ TEST(GradScalerOptions, GrowthStopsWhereTheReciprocalIsNormal) {
   }
 }
 
-TEST(GradScalerOptions, ReachesZeroInTorchAndNeverReturns) {
+TEST(GradScalerOptions, ReachesZeroWithoutMinScale) {
   const auto torch_like =
       GradScalerOptions::dynamic({.init_scale = 1, .growth_interval = 1, .min_scale = 0});
   const auto state = after(torch_like, torch_like.initial_state(), std::string(160, 'i'));
@@ -88,7 +88,7 @@ TEST(GradScalerOptions, ReachesZeroInTorchAndNeverReturns) {
   EXPECT_EQ(after(torch_like, state, std::string(100, '.')).scale, 0.0F);
 }
 
-TEST(GradScalerOptions, TheDefaultFloorIsFiniteBothWaysAndCanBeLeft) {
+TEST(GradScalerOptions, RecoversFromDefaultMinScale) {
   const auto options = GradScalerOptions::dynamic({.init_scale = 1, .growth_interval = 1});
   const auto state = after(options, options.initial_state(), std::string(1000, 'i'));
   EXPECT_EQ(state.scale, std::numeric_limits<float>::min());
@@ -96,7 +96,7 @@ TEST(GradScalerOptions, TheDefaultFloorIsFiniteBothWaysAndCanBeLeft) {
   EXPECT_EQ(after(options, state, std::string(126, '.')).scale, 1.0F);
 }
 
-TEST(GradScalerOptions, StaysBetweenFloorAndCeiling) {
+TEST(GradScalerOptions, ClampsToMinAndMaxScale) {
   const auto options = GradScalerOptions::dynamic({.init_scale = 8,
                                                    .growth_factor = 10,
                                                    .backoff_factor = 0.1,
@@ -109,7 +109,7 @@ TEST(GradScalerOptions, StaysBetweenFloorAndCeiling) {
   EXPECT_EQ(after(options, options.initial_state(), "..").scale, 20.0F);
 }
 
-TEST(GradScalerOptions, HysteresisSparesAllButTheLastOfARunOfOverflows) {
+TEST(GradScalerOptions, HysteresisDelaysBackoff) {
   const auto options = GradScalerOptions::dynamic({.init_scale = 64, .hysteresis = 3});
   const auto start = options.initial_state();
   EXPECT_EQ(after(options, start, "i"), (LossScaleState{64, 0, 2}));
@@ -118,14 +118,14 @@ TEST(GradScalerOptions, HysteresisSparesAllButTheLastOfARunOfOverflows) {
   EXPECT_EQ(after(options, start, "iiii"), (LossScaleState{16, 0, 1}));
 }
 
-TEST(GradScalerOptions, ACleanIterationRefillsTheHysteresis) {
+TEST(GradScalerOptions, FiniteIterationResetsHysteresis) {
   const auto options = GradScalerOptions::dynamic({.init_scale = 64, .hysteresis = 3});
   EXPECT_EQ(after(options, options.initial_state(), "ii."), (LossScaleState{64, 1, 3}));
   EXPECT_EQ(after(options, options.initial_state(), "ii.ii"), (LossScaleState{64, 0, 1}));
   EXPECT_EQ(after(options, options.initial_state(), "iiiii.i"), (LossScaleState{8, 0, 2}));
 }
 
-TEST(GradScalerOptions, NoneAndFixedNeverMove) {
+TEST(GradScalerOptions, NoneAndFixedStayConstant) {
   EXPECT_EQ(GradScalerOptions::none().initial_state().scale, 1.0F);
   for (const auto& options : {GradScalerOptions::none(), GradScalerOptions::fixed(128)}) {
     const auto start = options.initial_state();
@@ -134,7 +134,7 @@ TEST(GradScalerOptions, NoneAndFixedNeverMove) {
   EXPECT_EQ(GradScalerOptions::fixed(128).initial_state().scale, 128.0F);
 }
 
-TEST(GradScalerOptions, CheckedRoundsItsScalesToFloat) {
+TEST(GradScalerOptions, ValidatedRoundsScalesToFloat) {
   const auto options =
       GradScalerOptions{.init_scale = 0.1, .min_scale = 0.1, .max_scale = 1e300}.validated();
   EXPECT_EQ(options.init_scale, 0.1F);
@@ -152,9 +152,8 @@ struct Refusal {
   std::function<GradScalerOptions()> make;
 };
 
-// set_growth_interval may lower the interval below a tracker, which then counts on. A file takes no
-// count above this one.
-TEST(GradScalerOptions, ATrackerStopsAtTheLargestCountThatFilesTake) {
+// set_growth_interval can set an interval below growth_tracker, which then grows to the limit.
+TEST(GradScalerOptions, GrowthTrackerStopsAtInt32Max) {
   constexpr int32_t kLargest = std::numeric_limits<int32_t>::max();
   const GradScalerOptions options =
       GradScalerOptions::dynamic({.init_scale = 4, .growth_interval = 2});
@@ -164,7 +163,7 @@ TEST(GradScalerOptions, ATrackerStopsAtTheLargestCountThatFilesTake) {
   EXPECT_EQ(options.next(last, /*found_inf=*/false), last);
 }
 
-TEST(GradScalerOptions, RefusesValuesOutOfRangeByName) {
+TEST(GradScalerOptions, ThrowsForValuesOutOfRange) {
   const std::vector<Refusal> refusals{
       {"init_scale is 0;", [] { return GradScalerOptions::dynamic({.init_scale = 0}); }},
       {"init_scale is -1;", [] { return GradScalerOptions::dynamic({.init_scale = -1}); }},
@@ -191,7 +190,7 @@ TEST(GradScalerOptions, RefusesValuesOutOfRangeByName) {
        [] { return GradScalerOptions::dynamic({.min_scale = 2, .max_scale = 1}); }},
       {"init_scale is 65536;", [] { return GradScalerOptions::dynamic({.max_scale = 65535}); }},
       {"init_scale is 65536;", [] { return GradScalerOptions::dynamic({.min_scale = 65537}); }},
-      {"mode is another",
+      {"mode must be LossScaleMode::dynamic",
        [] { return GradScalerOptions::dynamic({.mode = LossScaleMode::fixed}); }},
       {"mode is not a LossScaleMode",
        [] { return GradScalerOptions{.mode = static_cast<LossScaleMode>(9)}.validated(); }},

@@ -26,12 +26,12 @@ MixedPrecisionPolicy make(at::ScalarType param, at::ScalarType compute, at::Scal
 
 const MixedPrecisionPolicy kMixed{.compute_dtype = torch::kBFloat16};
 
-TEST(MixedPrecisionPolicy, IsFloat32ThroughoutUnlessSaid) {
+TEST(MixedPrecisionPolicy, DefaultsToFloat32) {
   EXPECT_EQ(MixedPrecisionPolicy(), make(torch::kFloat, torch::kFloat, torch::kFloat));
   EXPECT_EQ(kMixed, make(torch::kFloat, torch::kBFloat16, torch::kFloat));
 }
 
-TEST(MixedPrecisionPolicy, RefusesDtypesThatNobodyTrainsInAndNamesTheMember) {
+TEST(MixedPrecisionPolicy, ThrowsForNonTrainingDtype) {
   const torch::Tensor x = torch::ones({1});
   EXPECT_THAT([&] { (void)MixedPrecisionPolicy{.param_dtype = torch::kLong}.cast_to_param(x); },
               ThrowsMessage<c10::Error>(
@@ -46,14 +46,14 @@ TEST(MixedPrecisionPolicy, RefusesDtypesThatNobodyTrainsInAndNamesTheMember) {
               ThrowsMessage<c10::Error>(HasSubstr("output is Bool")));
 }
 
-TEST(PrecisionText, IsJmps) {
+TEST(MixedPrecisionPolicyParse, ToStringMatchesJmp) {
   EXPECT_EQ(kMixed.to_string(), "params=float32,compute=bfloat16,output=float32");
   std::ostringstream stream;
   stream << make(torch::kDouble, torch::kHalf, torch::kBFloat16);
   EXPECT_EQ(stream.str(), "params=float64,compute=float16,output=bfloat16");
 }
 
-TEST(PrecisionText, IsReadBackAsItIsWritten) {
+TEST(MixedPrecisionPolicyParse, RoundTrips) {
   const std::vector<at::ScalarType> dtypes{torch::kFloat, torch::kBFloat16, torch::kHalf,
                                            torch::kDouble};
   for (const auto param : dtypes) {
@@ -66,7 +66,7 @@ TEST(PrecisionText, IsReadBackAsItIsWritten) {
   }
 }
 
-TEST(PrecisionText, TakesShortFormsAnyOrderAndWhiteSpace) {
+TEST(MixedPrecisionPolicyParse, AcceptsShortFormsAndWhitespace) {
   for (const char* text : {"p=f32,c=bf16,o=f32", "o=full,p=float,c=bfloat16",
                            " compute = bf16 ,\t"
                            "output= float32 , param =f32\n"}) {
@@ -74,7 +74,7 @@ TEST(PrecisionText, TakesShortFormsAnyOrderAndWhiteSpace) {
   }
 }
 
-TEST(PrecisionText, MeansAllThreeByALoneDtype) {
+TEST(MixedPrecisionPolicyParse, SingleDtypeSetsAllThree) {
   const std::vector<std::pair<const char*, at::ScalarType>> names{
       {"float32", torch::kFloat}, {"full", torch::kFloat}, {"bfloat16", torch::kBFloat16},
       {"half", torch::kHalf},     {"f16", torch::kHalf},   {" double ", torch::kDouble}};
@@ -83,7 +83,7 @@ TEST(PrecisionText, MeansAllThreeByALoneDtype) {
   }
 }
 
-TEST(PrecisionText, FillsInWhatIsLeftOutAsJmpDoes) {
+TEST(MixedPrecisionPolicyParse, DefaultsMatchJmp) {
   EXPECT_EQ(MixedPrecisionPolicy::parse("c=f16"), make(torch::kFloat, torch::kHalf, torch::kHalf));
   EXPECT_EQ(MixedPrecisionPolicy::parse("p=f16"), make(torch::kHalf, torch::kHalf, torch::kHalf));
   EXPECT_EQ(MixedPrecisionPolicy::parse("p=f16,c=bf16"),
@@ -91,19 +91,19 @@ TEST(PrecisionText, FillsInWhatIsLeftOutAsJmpDoes) {
   EXPECT_EQ(MixedPrecisionPolicy::parse("o=f16"), make(torch::kFloat, torch::kFloat, torch::kHalf));
 }
 
-TEST(PrecisionText, NamesTheBadPartAndWhatIsKnown) {
+TEST(MixedPrecisionPolicyParse, ThrowsNamingInvalidPart) {
   const std::vector<std::pair<const char*, const char*>> errors{
       {"c=int8",
-       "MixedPrecisionPolicy \"c=int8\": \"int8\" is not a dtype; known are float32 (f32, float, "
+       "MixedPrecisionPolicy \"c=int8\": \"int8\" is not a dtype; choose from float32 (f32, float, "
        "full)"},
       {"Float32", "\"Float32\" is not a dtype"},
       {"", "\"\" is not a dtype"},
       {"c=", "\"\" is not a dtype"},
       {"p=f32,grads=f16",
-       "\"grads\" is not a key; known are params (p), compute (c) and output (o)"},
+       "\"grads\" is not a key; choose from params (p), compute (c) and output (o)"},
       {"p=f32,", "\"\" should be key=dtype"},
       {"f32,bf16", "\"f32\" should be key=dtype"},
-      {"c=f16,compute=bf16", "\"compute\" is given twice"},
+      {"c=f16,compute=bf16", "\"compute\" is specified twice"},
       {"c=f16=f16", "\"f16=f16\" is not a dtype"}};
   for (const auto& [text, error] : errors) {
     EXPECT_THAT([text = text] { MixedPrecisionPolicy::parse(text); },
@@ -112,7 +112,7 @@ TEST(PrecisionText, NamesTheBadPartAndWhatIsKnown) {
   }
 }
 
-TEST(PrecisionCast, GoesToTheDtypeOfItsName) {
+TEST(MixedPrecisionPolicyCast, CastsToNamedDtype) {
   const MixedPrecisionPolicy precision = make(torch::kDouble, torch::kBFloat16, torch::kHalf);
   const torch::Tensor x = torch::ones({2});
   EXPECT_EQ(precision.cast_to_param(x).scalar_type(), torch::kDouble);
@@ -121,12 +121,12 @@ TEST(PrecisionCast, GoesToTheDtypeOfItsName) {
   EXPECT_EQ(x.scalar_type(), torch::kFloat);
 }
 
-TEST(PrecisionCast, CopiesNothingThatIsInItsDtype) {
+TEST(MixedPrecisionPolicyCast, ReturnsSameTensorForSameDtype) {
   const torch::Tensor x = torch::ones({2});
   EXPECT_TRUE(kMixed.cast_to_output(x).is_same(x));
 }
 
-TEST(PrecisionCast, LeavesAloneWhatIsNoTrainingDtype) {
+TEST(MixedPrecisionPolicyCast, KeepsNonTrainingDtypes) {
   for (const auto dtype : {torch::kLong, torch::kInt, torch::kBool, torch::kByte,
                            torch::kComplexFloat, torch::kFloat8_e4m3fn}) {
     const torch::Tensor x = torch::ones({2}).to(dtype);
@@ -138,7 +138,7 @@ TEST(PrecisionCast, LeavesAloneWhatIsNoTrainingDtype) {
   EXPECT_FALSE(kMixed.cast_to_compute(torch::Tensor()).defined());
 }
 
-TEST(PrecisionCast, SendsGradientsBackInTheLeafsDtype) {
+TEST(MixedPrecisionPolicyCast, GradientsKeepLeafDtype) {
   const torch::Tensor x = torch::ones({2}, torch::requires_grad());
   (kMixed.cast_to_compute(x) * 3).sum().backward();
   EXPECT_EQ(x.grad().scalar_type(), torch::kFloat);
@@ -151,7 +151,7 @@ struct Output {
   auto tensors() { return std::tie(logits); }
 };
 
-TEST(PrecisionCast, ReachesIntoContainersAndKeepsTheRest) {
+TEST(MixedPrecisionPolicyCast, CastsInsideContainers) {
   const torch::Tensor x = torch::ones({2});
   const torch::Tensor ids = torch::ones({2}, torch::kLong);
   using Batch = std::map<std::string, std::vector<std::optional<torch::Tensor>>>;
@@ -160,7 +160,7 @@ TEST(PrecisionCast, ReachesIntoContainersAndKeepsTheRest) {
   EXPECT_EQ(cast.at("x")[0]->scalar_type(), torch::kBFloat16);
   EXPECT_FALSE(cast.at("x")[1].has_value());
   EXPECT_TRUE(cast.at("ids")[0]->is_same(ids));
-  EXPECT_TRUE(batch.at("x")[0]->is_same(x)) << "the argument is not written to";
+  EXPECT_TRUE(batch.at("x")[0]->is_same(x)) << "the argument is not modified";
 
   const auto [first, number, output] =
       kMixed.cast_to_compute(std::tuple(x, 7, Output{.logits = x, .name = "head"}));
@@ -170,14 +170,14 @@ TEST(PrecisionCast, ReachesIntoContainersAndKeepsTheRest) {
   EXPECT_EQ(output.name, "head");
 }
 
-TEST(PrecisionCast, MakesAVectorOfATensorList) {
+TEST(MixedPrecisionPolicyCast, ReturnsVectorForTensorList) {
   const std::vector<torch::Tensor> tensors{torch::ones({2}), torch::ones({3})};
   const std::vector<torch::Tensor> cast = kMixed.cast_to_compute(torch::TensorList(tensors));
   ASSERT_EQ(cast.size(), 2);
   EXPECT_EQ(cast[1].scalar_type(), torch::kBFloat16);
 }
 
-TEST(PrecisionCast, MovesAnRvalueAlong) {
+TEST(MixedPrecisionPolicyCast, MovesRvalue) {
   std::pair<torch::Tensor, std::unique_ptr<int>> value(torch::ones({2}), std::make_unique<int>(5));
   const auto cast = kMixed.cast_to_compute(std::move(value));
   EXPECT_EQ(cast.first.scalar_type(), torch::kBFloat16);
