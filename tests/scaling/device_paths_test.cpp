@@ -1,6 +1,6 @@
 // Code paths of other devices, tested with CPU and meta tensors.
 
-#include <mezzo/kernels/compute_grad_stats.h>
+#include <mezzo/kernels/unscale.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/sgd.h>
 #include <mezzo/scaling/grad_scaler.h>

@@ -4,7 +4,7 @@
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/detail/inference_mode.h>
 #include <mezzo/base/detail/low_precision.h>
-#include <mezzo/kernels/compute_grad_stats.h>
+#include <mezzo/kernels/unscale.h>
 #include <mezzo/kernels/graph_capture.h>
 #include <mezzo/optim/detail/gradients.h>
 #include <mezzo/optim/detail/optimizer_description.h>

@@ -1,11 +1,10 @@
-// What it costs to know whether a gradient is inf or NaN and how large all are together.
+// Time of GradStats: whether a gradient is inf or NaN, and the norm of all gradients.
 //
-//   gradient_summary_bench [rounds] [threads]
+//   grad_stats_bench [rounds] [threads]
 //
-// One read of gradients that lie there, against the ways that libtorch has, and against the
-// machine: a read and a copy of the same bytes. Medians of interleaved rounds; ratios are medians
-// of the rounds' own. On one thread time is that thread's own, so that what else the machine does
-// counts less.
+// Compared with libtorch's ways, and with a read and a copy of as many bytes. Medians of
+// interleaved rounds; ratios are medians of each round's ratio. With one thread time is CPU time of
+// that thread, which other programs affect less.
 
 #include <mezzo/kernels/compute_grad_stats.h>
 
@@ -24,12 +23,12 @@ namespace {
 
 using torch::Tensor;
 
-void print(const Interleaved& peers, std::size_t base, double bytes) {
-  for (std::size_t i = 0; i < peers.candidates().size(); ++i) {
-    std::printf("  %-44s %8.3f ms  best %8.3f", peers.candidates()[i].name.c_str(), peers.median_ms(i),
-                peers.best_ms(i));
-    if (bytes > 0) std::printf("  %6.1f GB/s", bytes / peers.median_ms(i) * 1e-6);
-    std::printf("  x %.2f\n", peers.median_ratio(i, base));
+void print(const Interleaved& variants, std::size_t base, double bytes) {
+  for (std::size_t i = 0; i < variants.candidates().size(); ++i) {
+    std::printf("  %-44s %8.3f ms  best %8.3f", variants.candidates()[i].name.c_str(),
+                variants.median_ms(i), variants.best_ms(i));
+    if (bytes > 0) std::printf("  %6.1f GB/s", bytes / variants.median_ms(i) * 1e-6);
+    std::printf("  x %.2f\n", variants.median_ratio(i, base));
   }
 }
 
@@ -56,21 +55,21 @@ void check(const optim_bench::Model& model, int rounds) {
   const double bytes = 4.0 * static_cast<double>(count);
   std::printf("%s: %.1f M floats in %zu tensors; bytes counted: 4 a parameter\n",
               model.name.c_str(), static_cast<double>(count) * 1e-6, model.shapes.size());
-  Interleaved peers(torch::get_num_threads() == 1);
-  peers.add("mezzo: found_inf, sum of squares, maximum",
-            [&] { mezzo::detail::compute_grad_stats(gradients, inv_scale); });
-  peers.add("_foreach_norm, norm of norms, isfinite",
-            [&] { foreach_norm_and_isfinite(gradients); });
-  peers.add("_amp_foreach_... (unscale by 1) + _foreach_norm", [&] {
+  Interleaved variants(torch::get_num_threads() == 1);
+  variants.add("mezzo: found_inf, squared norm, maximum",
+               [&] { mezzo::detail::compute_grad_stats(gradients, inv_scale); });
+  variants.add("_foreach_norm, norm of norms, isfinite",
+               [&] { foreach_norm_and_isfinite(gradients); });
+  variants.add("_amp_foreach_... (unscale by 1) + _foreach_norm", [&] {
     at::_amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, one);
     torch::stack(at::_foreach_norm(gradients)).norm();
   });
-  peers.add("clip_grad_norm_ (nothing to clip)",
-            [&] { torch::nn::utils::clip_grad_norm_(parameters, 1e9); });
-  peers.add("the machine: sum of one tensor of these bytes", [&] { flat.sum(); });
-  peers.add("the machine: copy (counted: what is read)", [&] { copy.copy_(flat); });
-  peers.run(rounds);
-  print(peers, 0, bytes);
+  variants.add("clip_grad_norm_ (nothing to clip)",
+               [&] { torch::nn::utils::clip_grad_norm_(parameters, 1e9); });
+  variants.add("sum of one tensor of as many bytes", [&] { flat.sum(); });
+  variants.add("copy (bytes counted: read)", [&] { copy.copy_(flat); });
+  variants.run(rounds);
+  print(variants, 0, bytes);
 }
 
 /// 2,000 tensors of 64 to 1,088 elements.

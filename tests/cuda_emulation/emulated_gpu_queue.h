@@ -1,4 +1,4 @@
-// What host_gpu.cpp has for the memory and the ops of the devices that the host plays.
+// Internals of emulated_gpu.cpp for its memory and ops.
 #pragma once
 
 #include <ATen/core/CachingHostAllocator.h>
@@ -15,17 +15,17 @@
 
 namespace emulated_gpu {
 
-/// poison: the NaNs that memory holds when it is new or freed, which no GPU writes.
+/// poison: writes NaN to new or freed memory, which no GPU does.
 enum class Kind { launch, op, copy_from_host, copy_to_host, poison };
 
-/// One lock for all; what runs, runs under it.
+/// Guards all state; work runs under it.
 std::recursive_mutex& mutex();
 
 c10::Stream current_stream(c10::Device device);
 
-/// Puts `run` on the stream, or into the graph that it is captured into. `pinned`: host memory that
-/// a replay needs, and that a launch or a copy to the host writes. The host sees such a write once
-/// it knows by an event or a wait that the device is done with it, as CUDA promises no more.
+/// Enqueues `run` on the stream, or adds it to the graph that captures the stream. `pinned`: host
+/// memory that a replay needs, and that a launch or a copy to the host writes. The host sees the
+/// write only after an event or a sync behind it, as CUDA specifies.
 void enqueue(const c10::Stream& stream, std::function<void()> run, Kind kind,
              std::vector<const void*> pinned = {});
 
@@ -33,24 +33,24 @@ void enqueue(const c10::Stream& stream, std::function<void()> run, Kind kind,
 void wait_for(const c10::Stream& stream);
 
 /// \throws Fault during a capture, unless this thread has an RelaxedCaptureModeGuard
-void forbid_in_capture(const char* what);
+void check_not_capturing(const char* what);
 
-/// Of the capture that the stream is part of; 0: of none.
-uint64_t capture_of(const c10::Stream& stream);
+/// Returns the id of the stream's capture, or 0.
+uint64_t capture_id_of(const c10::Stream& stream);
 
-/// Makes `later` wait for what `earlier` has now.
+/// Makes `later` wait for the work that `earlier` has now.
 void order(const c10::Stream& earlier, const c10::Stream& later);
 
-/// Whether all that the stream has now is done; false for one that is captured.
-std::function<bool()> when_done(const c10::Stream& stream);
+/// Returns a query whether the work that the stream has now is done; false for a captured stream.
+std::function<bool()> make_query(const c10::Stream& stream);
 
-// host_gpu_memory.cpp
+// emulated_gpu_memory.cpp
 c10::Allocator* device_memory();
 at::HostAllocator* pinned_memory();
 bool is_pinned(const void* memory);
-/// The allocation of pinned memory that `memory` lies in: begin and bytes; null if there is none.
+/// Returns begin and size of the pinned allocation that contains `memory`, or null.
 std::pair<char*, std::size_t> pinned_block(const void* memory);
 void record_use(const c10::DataPtr& memory, const c10::Stream& stream);
-void check_ends_of_memory();
+void check_guard_bytes();
 
 }  // namespace emulated_gpu

@@ -1,13 +1,14 @@
 /// \file
-/// A GPU played by the host, for kernels written in the language of mezzo/kernels/cuda/device.h,
-/// which includes this where MEZZO_CUDA_EMULATION names it.
+/// Emulates the CUDA subset of mezzo/kernels/cuda/device.h on the host. device.h includes this
+/// header if MEZZO_CUDA_EMULATION names it.
 ///
-/// A launch on the CPU runs at once, and one on a GPU of host_gpu.h's from its stream's queue.
-/// Threads of a block are fibers: one runs until it waits or ends, and which
-/// runs next is drawn from a seed; so is the order of blocks. Warps have no lockstep. Shared memory
-/// begins as 0xFF bytes in each block (NaN as a number), so that what a thread reads too early
-/// shows. What CUDA leaves undefined is a Fault: a barrier that not all threads of the block reach,
-/// or not the same one, a shuffle that a lane of the warp misses, a launch without blocks.
+/// A launch on the CPU runs at once, and one on an emulated GPU (emulated_gpu.h) from its stream's
+/// queue. Threads of a block are fibers: one runs until it waits or ends. The order of threads and
+/// blocks is drawn from a seed, and warps have no lockstep. Shared memory is 0xFF bytes (NaN) at
+/// the
+/// start of each block, so that premature reads show. Undefined behavior throws a Fault: a barrier
+/// that not all threads of the block reach, a shuffle that a lane of the warp misses, a launch
+/// without blocks.
 #pragma once
 
 #include <mezzo/base/version.h>
@@ -31,88 +32,86 @@
 
 namespace cuda_emulation {
 
-/// What a kernel did that no GPU promises to survive.
+/// Undefined behavior of a kernel or of a call.
 struct Fault : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-/// Draws the order of blocks and threads from `seed` for launches from here on. It is 1 at first.
+/// Seeds the order of blocks and threads of later launches; initially 1.
 void set_seed(uint64_t seed);
 
-/// Whether tensors of the CPU are the device's. False at first.
-void set_is_on(bool is_on);
+/// Sets whether CPU tensors are the device's; initially false.
+void set_cpu_is_device(bool is_on);
 
-/// Whether mezzo's kernels run on `device` (mezzo/kernels/kernel_dispatch.h asks): the CPU where it
-/// is the device, and the GPUs that host_gpu.h has unless MEZZO_TEST_KERNELS=aten in the
-/// environment leaves those to ATen's kernels.
+/// Returns whether mezzo's kernels support `device`: the CPU while it is the device, and emulated
+/// GPUs, unless the environment variable MEZZO_TEST_KERNELS is aten.
 bool supports(c10::Device device);
 
-class On {
+/// Makes CPU tensors the device's.
+class CpuDeviceGuard {
  public:
-  On() { set_is_on(true); }
-  ~On() { set_is_on(false); }
-  On(const On&) = delete;
-  On& operator=(const On&) = delete;
+  CpuDeviceGuard() { set_cpu_is_device(true); }
+  ~CpuDeviceGuard() { set_cpu_is_device(false); }
+  CpuDeviceGuard(const CpuDeviceGuard&) = delete;
+  CpuDeviceGuard& operator=(const CpuDeviceGuard&) = delete;
 };
 
-/// How often each kernel was launched, by name and template arguments; those that this program can
-/// launch and did not are there with 0.
+/// Returns the launch count of each kernel instantiation that this program can launch.
 const std::map<std::string, int64_t>& launches();
 
 struct Index {
   unsigned x = 0;
 };
 
-// For what is below: the stream of a device that work goes to now, a launch on one of host_gpu.h's
-// with the bytes of its arguments and the pointers among them, and the capture of the stream. The
-// CPU has one stream.
+// Used below. A launch carries the bytes of its arguments and the pointers among them. The CPU has
+// one stream.
 c10::Stream current_stream(c10::Device device);
-void put_launch(const c10::Stream& stream, std::size_t bytes, std::vector<const void*> pointers,
-                std::function<void()> run);
+void enqueue_launch(const c10::Stream& stream, std::size_t bytes, std::vector<const void*> pointers,
+                    std::function<void()> run);
 uint64_t current_capture_id(c10::Device device);
 
-/// How many things allow this thread what a capture forbids.
-inline thread_local int allowances_in_captures = 0;
+/// Number of guards that permit this thread calls that a capture forbids.
+inline thread_local int relaxed_guards = 0;
 inline thread_local int capture_mode = 0;
-/// How often the device's address of pinned memory was asked for.
+/// Number of calls of device_address.
 inline std::atomic<int> address_lookups = 0;
-/// As cudaThreadExchangeStreamCaptureMode: 2 is relaxed.
+/// cudaThreadExchangeStreamCaptureMode; 2 is relaxed.
 inline int exchange_capture_mode(int mode) {
-  allowances_in_captures += (mode == 2) - (capture_mode == 2);
+  relaxed_guards += (mode == 2) - (capture_mode == 2);
   return std::exchange(capture_mode, mode);
 }
 int64_t& register_kernel(const char* name);
-void run_blocks(int64_t blocks, int threads, const std::function<void()>& thread);
+void run_grid(int64_t blocks, int threads, const std::function<void()>& thread);
 void run_block(int64_t number, int threads, const std::function<void()>& thread, uint64_t seed = 1);
-int wait_for_block(int flag, const std::source_location& where);
-uint64_t wait_for_warp(unsigned mask, uint64_t word, int lanes, const std::source_location& where);
-void add_shared(void* memory, std::size_t bytes);
-void remove_shared(void* memory);
+int block_barrier(int flag, const std::source_location& where);
+uint64_t warp_shuffle(unsigned mask, uint64_t word, int lanes, const std::source_location& where);
+void register_shared(void* memory, std::size_t bytes);
+void unregister_shared(void* memory);
 
 template <class Type>
 struct Shared {
-  Shared() { add_shared(bytes, sizeof(bytes)); }
-  ~Shared() { remove_shared(bytes); }
+  Shared() { register_shared(bytes, sizeof(bytes)); }
+  ~Shared() { unregister_shared(bytes); }
   Shared(const Shared&) = delete;
   Shared& operator=(const Shared&) = delete;
-  static_assert(sizeof(Type) <= 49152, "a block has 48 KB");
+  static_assert(sizeof(Type) <= 49152, "shared memory of a block");
 
   alignas(Type) unsigned char bytes[sizeof(Type)];
 };
 
 template <auto kKernel>
-const char* name_of_kernel() {
+const char* kernel_name() {
   return __PRETTY_FUNCTION__;
 }
 
-/// Known before main, for each kernel that the program has a launch of.
+/// Registers each kernel that the program can launch, before main.
 template <auto kKernel>
 struct Launches {
-  static inline int64_t& count = register_kernel(name_of_kernel<kKernel>());
+  static inline int64_t& count = register_kernel(kernel_name<kKernel>());
 };
 
 template <class... Parameters>
-constexpr std::size_t bytes_of_parameters(void (*)(Parameters...)) {
+constexpr std::size_t parameter_bytes(void (*)(Parameters...)) {
   return (sizeof(Parameters) + ... + 0);
 }
 
@@ -136,12 +135,12 @@ inline thread_local cuda_emulation::Index blockIdx;
 inline thread_local cuda_emulation::Index blockDim;
 
 inline void __syncthreads(const std::source_location& where = std::source_location::current()) {
-  cuda_emulation::wait_for_block(0, where);
+  cuda_emulation::block_barrier(0, where);
 }
 
 inline int __syncthreads_or(int flag,
                             const std::source_location& where = std::source_location::current()) {
-  return cuda_emulation::wait_for_block(flag, where);
+  return cuda_emulation::block_barrier(flag, where);
 }
 
 template <class Word>
@@ -149,7 +148,7 @@ Word shuffle(unsigned mask, Word word, int lanes, const std::source_location& wh
   static_assert(sizeof(Word) == 4 || sizeof(Word) == 8);
   uint64_t bits = 0;
   std::memcpy(&bits, &word, sizeof(Word));
-  bits = cuda_emulation::wait_for_warp(mask, bits, lanes, where);
+  bits = cuda_emulation::warp_shuffle(mask, bits, lanes, where);
   std::memcpy(&word, &bits, sizeof(Word));
   return word;
 }
@@ -192,7 +191,6 @@ class DeviceGuard {
 
 inline c10::Device current_device() { return DeviceGuard::current(); }
 
-/// What is launched on the CPU runs at once.
 struct Stream {
   c10::Stream stream{c10::Stream::DEFAULT, c10::kCPU};
 };
@@ -205,8 +203,8 @@ inline int exchange_thread_capture_mode(int mode) {
 }
 
 struct RelaxedCaptureModeGuard {
-  RelaxedCaptureModeGuard() { ++cuda_emulation::allowances_in_captures; }
-  ~RelaxedCaptureModeGuard() { --cuda_emulation::allowances_in_captures; }
+  RelaxedCaptureModeGuard() { ++cuda_emulation::relaxed_guards; }
+  ~RelaxedCaptureModeGuard() { --cuda_emulation::relaxed_guards; }
   RelaxedCaptureModeGuard(const RelaxedCaptureModeGuard&) = delete;
   RelaxedCaptureModeGuard& operator=(const RelaxedCaptureModeGuard&) = delete;
 };
@@ -218,11 +216,11 @@ inline void* device_address(void* pinned) {
 
 template <auto kKernel, class... Args>
 void launch(int64_t blocks, int threads, Stream stream, const Args&... args) {
-  constexpr std::size_t kBytes = cuda_emulation::bytes_of_parameters(kKernel);
-  static_assert(kBytes <= 32764, "what a launch can carry");
+  constexpr std::size_t kBytes = cuda_emulation::parameter_bytes(kKernel);
+  static_assert(kBytes <= 32764, "limit of kernel arguments");
   ++cuda_emulation::Launches<kKernel>::count;
   if (stream.stream.device_type() == c10::kCPU) {
-    cuda_emulation::run_blocks(blocks, threads, [&] { kKernel(args...); });
+    cuda_emulation::run_grid(blocks, threads, [&] { kKernel(args...); });
     return;
   }
   std::vector<const void*> pointers;
@@ -230,8 +228,8 @@ void launch(int64_t blocks, int threads, Stream stream, const Args&... args) {
     if constexpr (std::is_pointer_v<Arg>) pointers.push_back(arg);
   };
   (add(args), ...);
-  cuda_emulation::put_launch(stream.stream, kBytes, pointers, [blocks, threads, args...] {
-    cuda_emulation::run_blocks(blocks, threads, [&] { kKernel(args...); });
+  cuda_emulation::enqueue_launch(stream.stream, kBytes, pointers, [blocks, threads, args...] {
+    cuda_emulation::run_grid(blocks, threads, [&] { kKernel(args...); });
   });
 }
 

@@ -1,4 +1,4 @@
-// The arithmetic under the kernels: every instruction set gives the bits of std::fma and std::sqrt.
+// Vector arithmetic: every instruction set is bitwise identical to std::fma and std::sqrt.
 
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/kernels/cpu_isa.h>
@@ -28,7 +28,7 @@ namespace {
 using mezzo::detail::CpuIsa;
 using mezzo::detail::is_nan;
 
-/// c = a * b + c over whole vectors: `count` is a multiple of every width.
+/// c = a * b + c; `count` is a multiple of every vector width.
 template <class Element, class Vec>
 struct FmaKernel {
   C10_ALWAYS_INLINE static void run(const Element* a, const Element* b, Element* c, int64_t count) {
@@ -73,7 +73,8 @@ bool same(T left, T right) {
   return std::bit_cast<Bits>(left) == std::bit_cast<Bits>(right) || (is_nan(left) && is_nan(right));
 }
 
-/// Triples where a second rounding shows: sums that cancel, ties, subnormals, overflow, inf, NaN.
+/// Operands for which a second rounding changes the result: cancellation, ties, subnormals,
+/// overflow, inf, NaN.
 template <class T>
 class Operands {
  public:
@@ -139,7 +140,7 @@ class Operands {
   }
 };
 
-class LaneMath : public testing::TestWithParam<CpuIsa> {
+class Simd : public testing::TestWithParam<CpuIsa> {
  protected:
   void SetUp() override {
     if (!mezzo::detail::has_isa(GetParam())) GTEST_SKIP() << "not on this CPU";
@@ -171,19 +172,19 @@ class LaneMath : public testing::TestWithParam<CpuIsa> {
   }
 };
 
-TEST_P(LaneMath, MultipliesAndAddsFloatsWithOneRounding) { expect_fma_of_one_rounding<float>(); }
+TEST_P(Simd, FloatFmaRoundsOnce) { expect_fma_of_one_rounding<float>(); }
 
-TEST_P(LaneMath, MultipliesAndAddsDoublesWithOneRounding) { expect_fma_of_one_rounding<double>(); }
+TEST_P(Simd, DoubleFmaRoundsOnce) { expect_fma_of_one_rounding<double>(); }
 
-TEST_P(LaneMath, TakesCorrectlyRoundedSquareRoots) {
+TEST_P(Simd, SqrtIsCorrectlyRounded) {
   expect_rounded_roots<float>();
   expect_rounded_roots<double>();
 }
 
 #if defined(__GNUC__) && defined(__x86_64__)
 
-/// Returns the parts of the processor's state that are in use (bit 2: upper halves of ymm); none if
-/// the processor does not say.
+/// Returns the processor state components in use (bit 2: upper halves of ymm), if CPUID reports
+/// them.
 std::optional<uint64_t> state_in_use() {
   unsigned features = 0, unused[3];
   if (__get_cpuid_count(0xD, 1, &features, &unused[0], &unused[1], &unused[2]) == 0) return {};
@@ -193,10 +194,9 @@ std::optional<uint64_t> state_in_use() {
   return low | uint64_t{high} << 32;
 }
 
-// What a kernel leaves there slows an Intel processor's SSE code, which is the caller's, forty
-// times. This unit is compiled as its user's may be: at -O0, where g++ zeroes_grad nothing by
-// itself.
-TEST_P(LaneMath, ClearsUpperHalvesOfVectorRegisters) {
+// Dirty upper halves slow the caller's SSE code on Intel CPUs. This file is compiled at -O0, where
+// g++ inserts no vzeroupper itself.
+TEST_P(Simd, ExecutesVzeroupper) {
   std::vector<float> values(64, 4.0F);
   const auto root = mezzo::detail::kernel_for_isa<SqrtKernel, float>(GetParam());
   root(values.data(), 64);
@@ -207,7 +207,7 @@ TEST_P(LaneMath, ClearsUpperHalvesOfVectorRegisters) {
 
 #endif
 
-INSTANTIATE_TEST_SUITE_P(AllInstructionSets, LaneMath,
+INSTANTIATE_TEST_SUITE_P(AllInstructionSets, Simd,
                          testing::Values(CpuIsa::scalar, CpuIsa::vector128, CpuIsa::avx2,
                                          CpuIsa::avx512));
 

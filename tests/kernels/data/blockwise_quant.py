@@ -1,10 +1,10 @@
-"""Writes block8.txt: what bitsandbytes' own CPU function makes of blocks that block8_test.cpp makes too.
+"""Writes blockwise_quant.txt: the output of bitsandbytes' CPU function for the blocks of blockwise_quant_test.cpp.
 
     pip install bitsandbytes==0.50.2 torch==2.11.0
-    python block8.py > block8.txt
+    python blockwise_quant.py > blockwise_quant.txt
 
-The values go in as float64, for which bitsandbytes looks for the nearest code. For float32 it asks a
-table of rounded values, which misses the nearest code in most blocks; the last line counts how often.
+Values are passed as float64, for which bitsandbytes finds the nearest qval. For float32 it uses a table of rounded values,
+which misses the nearest qval in most blocks; the last line counts how often.
 """
 
 import bitsandbytes
@@ -15,7 +15,7 @@ KINDS = ["normal", "tiny", "huge", "mixed", "one", "negative", "zero", "short"]
 
 
 def numbers(count, seed):
-    """Numbers of 24 bits from a linear congruential generator."""
+    """24-bit numbers of a linear congruential generator."""
     state = seed
     for _ in range(count):
         state = (state * 6364136223846793005 + 1442695040888963407) % 2**64
@@ -23,7 +23,7 @@ def numbers(count, seed):
 
 
 def block(kind, seed):
-    """Values that floats hold exactly."""
+    """Values that are exact in float32."""
     if kind == "zero":
         return [0.0] * 256
     if kind == "one":
@@ -40,20 +40,20 @@ def block(kind, seed):
 
 
 def main():
-    print(f"# bitsandbytes {bitsandbytes.__version__}, torch {torch.__version__}: kind, signed, scale, codes")
+    print(f"# bitsandbytes {bitsandbytes.__version__}, torch {torch.__version__}: kind, signed, absmax, qvals")
     differ = count = 0
     for number, kind in enumerate(KINDS * 3):
         for signed in (1, 0):
             values = torch.tensor(block(kind, number), dtype=torch.float64)
             values = values if signed else values.abs()
-            code = functional.create_dynamic_map(signed=bool(signed))
-            codes, scales = torch.ops.bitsandbytes.quantize_blockwise(values, code, 256)
-            scale = float(scales[0]).hex()
-            print(kind, number, signed, scale, bytes(codes.tolist()).hex())
-            other, _ = torch.ops.bitsandbytes.quantize_blockwise(values.float(), code.clone(), 256)
-            differ += int((other != codes).sum())
-            count += codes.numel()
-    print(f"# of {count} codes {differ} are others by its function for float32")
+            qmap = functional.create_dynamic_map(signed=bool(signed))
+            qvals, absmax = torch.ops.bitsandbytes.quantize_blockwise(values, qmap, 256)
+            absmax_text = float(absmax[0]).hex()
+            print(kind, number, signed, absmax_text, bytes(qvals.tolist()).hex())
+            other, _ = torch.ops.bitsandbytes.quantize_blockwise(values.float(), qmap.clone(), 256)
+            differ += int((other != qvals).sum())
+            count += qvals.numel()
+    print(f"# of {count} qvals, {differ} differ with its function for float32")
 
 
 main()

@@ -1,6 +1,5 @@
-// The CPU's loops of the rules against plain references, bit for bit: every pair of dtypes and
-// every instruction set that this machine has, every tail, any alignment, values at the formats'
-// edges.
+// CPU optimizer steps against plain references, bitwise, for every pair of dtypes, instruction set,
+// tail and alignment, and for extreme values.
 
 #include <mezzo/kernels/adam_functor.h>
 #include <mezzo/kernels/lion_functor.h>
@@ -29,7 +28,7 @@ using test_support::BitwiseEqual;
 
 constexpr auto kPlain = mezzo::optim::WeightStorage::plain;
 
-// Of each rule one element, as the papers and torch::optim have it; T is float, or double for
+// Plain references for one element, as in the papers and torch::optim. T is float, or double for
 // double.
 
 template <class T>
@@ -63,29 +62,29 @@ void plain_lion(const mezzo::detail::LionCoefficients& c, T& parameter, T gradie
   const auto in = [](double value) { return static_cast<T>(value); };
   const T direction = std::fma(in(c.beta1), mean, in(1.0 - c.beta1) * gradient);
   mean = std::fma(in(c.beta2), mean, in(1.0 - c.beta2) * gradient);
-  const T nothing = direction * 0;  // of the direction's sign, or NaN
-  const T change = direction > 0 ? in(-c.lr) : direction < 0 ? in(c.lr) : nothing;
+  const T zero_or_nan = direction * 0;  // zero or NaN
+  const T change = direction > 0 ? in(-c.lr) : direction < 0 ? in(c.lr) : zero_or_nan;
   parameter = std::fma(parameter, in(c.decay_factor), change);
 }
 
-/// A rule with its hyper_params: its loops, and the plain reference.
-struct RuleCase {
+/// A functor with hyperparameters: its kernels and its plain reference.
+struct FunctorCase {
   std::string name;
   mezzo::detail::FunctorArgs coefficients;
-  std::function<mezzo::detail::StepKernelFn(torch::ScalarType, CpuIsa)> loop;
+  std::function<mezzo::detail::StepKernelFn(torch::ScalarType, CpuIsa)> kernel;
   /// Steps parameter, gradient and moments, all of float or all of double.
-  std::function<void(const std::vector<torch::Tensor>& values, double factor)> step_plainly;
+  std::function<void(const std::vector<torch::Tensor>& values, double factor)> step_reference;
 };
 
-/// `plain` is given the coefficients, the parameter, the gradient and three moments.
+/// \param plain  called with the coefficients, a parameter, its gradient and three moments
 template <class Functor, class Plain>
-RuleCase rule_case(std::string name, const typename Functor::HyperParams& hyper_params,
-                   Plain plain) {
+FunctorCase functor_case(std::string name, const typename Functor::HyperParams& hyper_params,
+                         Plain plain) {
   const auto coefficients = hyper_params.coefficients(/*lr=*/1e-3, /*step=*/3);
-  const auto loop = [](torch::ScalarType dtype, CpuIsa isa) {
+  const auto kernel = [](torch::ScalarType dtype, CpuIsa isa) {
     return get_step_kernel<Functor>(kPlain, dtype, isa);
   };
-  return {std::move(name), coefficients, loop,
+  return {std::move(name), coefficients, kernel,
           [coefficients, plain](const std::vector<torch::Tensor>& values, double factor) {
             const auto step_all = [&]<class T>(T) {
               for (int64_t i = 0; i < values[0].numel(); ++i) {
@@ -97,21 +96,20 @@ RuleCase rule_case(std::string name, const typename Functor::HyperParams& hyper_
           }};
 }
 
-std::vector<RuleCase> rule_cases() {
-  std::vector<RuleCase> all;
+std::vector<FunctorCase> functor_cases() {
+  std::vector<FunctorCase> all;
   for (const bool decoupled : {false, true}) {
     const mezzo::detail::AdamHyperParams hyper_params{
         .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0.1, .is_decoupled = decoupled};
     const std::string name = decoupled ? "adamw" : "adam";
-    all.push_back(rule_case<AdamFunctor<false>>(
+    all.push_back(functor_case<AdamFunctor<false>>(
         name, hyper_params, [](const auto& c, auto& p, auto g, auto& m, auto& s, auto& l) {
           plain_adam(c, false, p, g, m, s, l);
         }));
     all.push_back(
-        rule_case<AdamFunctor<true>>(name + " amsgrad", hyper_params,
-                                     [](const auto& c, auto& p, auto g, auto& m, auto& s, auto& l) {
-                                       plain_adam(c, true, p, g, m, s, l);
-                                     }));
+        functor_case<AdamFunctor<true>>(name + " amsgrad", hyper_params,
+                                        [](const auto& c, auto& p, auto g, auto& m, auto& s,
+                                           auto& l) { plain_adam(c, true, p, g, m, s, l); }));
   }
   const auto sgd = [](const auto& c, auto& p, auto g, auto& m, auto&, auto&) {
     plain_sgd(c, false, p, g, m);
@@ -119,44 +117,44 @@ std::vector<RuleCase> rule_cases() {
   const auto momentum = [](const auto& c, auto& p, auto g, auto& m, auto&, auto&) {
     plain_sgd(c, true, p, g, m);
   };
-  all.push_back(rule_case<SgdFunctor<false>>("sgd", {}, sgd));
-  all.push_back(rule_case<SgdFunctor<false>>("sgd with decay", {.weight_decay = 0.1}, sgd));
+  all.push_back(functor_case<SgdFunctor<false>>("sgd", {}, sgd));
+  all.push_back(functor_case<SgdFunctor<false>>("sgd with decay", {.weight_decay = 0.1}, sgd));
   all.push_back(
-      rule_case<SgdFunctor<true>>("momentum", {.momentum = 0.9, .dampening = 0.25}, momentum));
-  all.push_back(rule_case<SgdFunctor<true>>(
+      functor_case<SgdFunctor<true>>("momentum", {.momentum = 0.9, .dampening = 0.25}, momentum));
+  all.push_back(functor_case<SgdFunctor<true>>(
       "nesterov", {.momentum = 0.9, .weight_decay = 0.1, .nesterov = true}, momentum));
-  all.push_back(rule_case<LionFunctor>(
+  all.push_back(functor_case<LionFunctor>(
       "lion", {.beta1 = 0.9, .beta2 = 0.99, .weight_decay = 0.1},
       [](const auto& c, auto& p, auto g, auto& m, auto&, auto&) { plain_lion(c, p, g, m); }));
   return all;
 }
 
-/// One step of a rule's loop and of its plain reference.
-struct LoopCase {
-  RuleCase rule;
+/// One step of a kernel and of its plain reference.
+struct StepCase {
+  FunctorCase functor;
   DtypePair dtypes;
   CpuIsa isa;
 
-  std::string name() const { return rule.name + " " + name_of(dtypes); }
+  std::string name() const { return functor.name + " " + name_of(dtypes); }
 
   void run(const mezzo::detail::ParamPointers& pointers, double factor,
            bool zeroes_grad = false) const {
-    const mezzo::detail::ParamArgs row{.pointers = pointers,
-                                       .parameter_dtype = dtypes.parameter,
-                                       .gradient_dtype = dtypes.gradient};
-    mezzo::detail::run_step_cpu(std::vector{row},
-                                {{rule.loop(dtypes.parameter, isa), rule.coefficients}},
-                                {.multipliers = {.first = factor}}, zeroes_grad);
+    const mezzo::detail::ParamArgs param{.pointers = pointers,
+                                         .parameter_dtype = dtypes.parameter,
+                                         .gradient_dtype = dtypes.gradient};
+    mezzo::detail::run_step_cpu(std::vector{param},
+                                {{functor.kernel(dtypes.parameter, isa), functor.coefficients}},
+                                {.multipliers = {.first = factor}, .zeroes_grad = zeroes_grad});
   }
 
   /// The buffers after one step of the plain reference with gradients times `factor`.
   StepBuffers expected(const StepBuffers& before, double factor) const {
     const bool is_double = dtypes.parameter == torch::kDouble;
     std::vector<torch::Tensor> values;
-    for (const auto& tensor : before.in_order()) {
+    for (const auto& tensor : before.tensors()) {
       values.push_back(tensor.to(is_double ? torch::kDouble : torch::kFloat, false, /*copy=*/true));
     }
-    rule.step_plainly(values, factor);
+    functor.step_reference(values, factor);
     StepBuffers after = before.clone();
     after.parameter = values[0].to(dtypes.parameter);
     for (std::size_t k = 0; k < 3; ++k) after.moments[k] = values[2 + k].to(dtypes.parameter);
@@ -164,93 +162,93 @@ struct LoopCase {
   }
 };
 
-class StepLoops : public testing::TestWithParam<CpuIsa> {
+class OptimizerStepKernel : public testing::TestWithParam<CpuIsa> {
  protected:
   void SetUp() override {
     if (!mezzo::detail::has_isa(GetParam())) GTEST_SKIP() << "not on this CPU";
     torch::manual_seed(1);
   }
 
-  static std::vector<LoopCase> cases() {
-    std::vector<LoopCase> all;
-    for (const RuleCase& rule : rule_cases()) {
-      for (const auto& dtypes : kDtypePairs) all.push_back({rule, dtypes, GetParam()});
+  static std::vector<StepCase> cases() {
+    std::vector<StepCase> all;
+    for (const FunctorCase& functor : functor_cases()) {
+      for (const auto& dtypes : kDtypePairs) all.push_back({functor, dtypes, GetParam()});
     }
     return all;
   }
 };
 
-TEST_P(StepLoops, GiveThePlainReferencesBitsForEveryTail) {
-  for (const LoopCase& one : cases()) {
+TEST_P(OptimizerStepKernel, BitwiseEqualToReferenceForEveryTail) {
+  for (const StepCase& one : cases()) {
     for (int64_t count = 0; count <= 67; ++count) {
       auto buffers = StepBuffers::random(one.dtypes, count);
       const auto after = one.expected(buffers, 0.3);
-      one.run(buffers.span(), 0.3);
-      EXPECT_THAT(buffers.in_order(), BitwiseEqual(after.in_order())) << one.name() << " " << count;
+      one.run(buffers.pointers(), 0.3);
+      EXPECT_THAT(buffers.tensors(), BitwiseEqual(after.tensors())) << one.name() << " " << count;
     }
   }
 }
 
-TEST_P(StepLoops, GiveThePlainReferencesBitsAtTheFormatsEdges) {
-  for (const LoopCase& one : cases()) {
+TEST_P(OptimizerStepKernel, BitwiseEqualToReferenceForExtremeValues) {
+  for (const StepCase& one : cases()) {
     auto buffers = StepBuffers::edges(one.dtypes);
     const double factor = std::ldexp(1.0, -16);
     const auto after = one.expected(buffers, factor);
-    one.run(buffers.span(), factor);
-    EXPECT_THAT(buffers.in_order(), BitwiseEqual(after.in_order())) << one.name();
+    one.run(buffers.pointers(), factor);
+    EXPECT_THAT(buffers.tensors(), BitwiseEqual(after.tensors())) << one.name();
   }
 }
 
-TEST_P(StepLoops, TakeMemoryAtAnyByteAndTouchNothingElse) {
-  for (const LoopCase& one : cases()) {
+TEST_P(OptimizerStepKernel, StepsMisalignedMemoryInBounds) {
+  for (const StepCase& one : cases()) {
     const auto before = StepBuffers::random(one.dtypes, 35);
     const auto after = one.expected(before, 1.0);
     for (std::size_t offset = 0; offset < 33; ++offset) {
       MisalignedBuffers memory(before, offset);
-      one.run(memory.span(), 1.0);
-      EXPECT_TRUE(memory.holds(after)) << one.name() << " " << offset;
+      one.run(memory.pointers(), 1.0);
+      EXPECT_TRUE(memory.equals(after)) << one.name() << " " << offset;
     }
   }
 }
 
-TEST_P(StepLoops, ClearTheGradientsWhenAsked) {
-  for (const LoopCase& one : cases()) {
+TEST_P(OptimizerStepKernel, ZeroesGradientsIfRequested) {
+  for (const StepCase& one : cases()) {
     auto buffers = StepBuffers::random(one.dtypes, 45);
     auto after = one.expected(buffers, 0.5);
-    one.run(buffers.span(), 0.5, /*zeroes_grad=*/true);
+    one.run(buffers.pointers(), 0.5, /*zeroes_grad=*/true);
     after.gradient.zero_();
-    EXPECT_THAT(buffers.in_order(), BitwiseEqual(after.in_order())) << one.name();
+    EXPECT_THAT(buffers.tensors(), BitwiseEqual(after.tensors())) << one.name();
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(AllInstructionSets, StepLoops,
+INSTANTIATE_TEST_SUITE_P(AllInstructionSets, OptimizerStepKernel,
                          testing::Values(CpuIsa::scalar, CpuIsa::vector128, CpuIsa::avx2,
                                          CpuIsa::avx512),
                          [](const auto& test) { return isa_name(test.param); });
 
-TEST(StepLoopDtypes, HaveNoLoopForOthers) {
+TEST(GetStepKernel, ReturnsNullForUnsupportedDtype) {
   EXPECT_TRUE(get_step_kernel<AdamFunctor<false>>(kPlain, torch::kHalf, mezzo::detail::best_isa()));
   EXPECT_FALSE(
       get_step_kernel<AdamFunctor<false>>(kPlain, torch::kLong, mezzo::detail::best_isa()));
 }
 
-TEST(StepPieces, CoverEveryElementOfEveryRowOnce) {
-  constexpr int64_t kPiece = mezzo::detail::kMinChunkElements;
+TEST(RunStepCpu, StepsEveryElementOnce) {
+  constexpr int64_t kChunk = mezzo::detail::kMinChunkElements;
   std::vector<std::vector<char>> memory;
-  for (const int64_t count : {int64_t{3}, int64_t{0}, kPiece - 4, kPiece + 1, int64_t{1},
-                              3 * kPiece, int64_t{7}, kPiece - 1, kPiece}) {
+  for (const int64_t count : {int64_t{3}, int64_t{0}, kChunk - 4, kChunk + 1, int64_t{1},
+                              3 * kChunk, int64_t{7}, kChunk - 1, kChunk}) {
     memory.emplace_back(static_cast<std::size_t>(count));
   }
-  std::vector<mezzo::detail::ParamArgs> rows;
+  std::vector<mezzo::detail::ParamArgs> params;
   for (auto& bytes : memory) {
-    rows.push_back({.pointers = {bytes.data(), nullptr, {}, static_cast<int64_t>(bytes.size())},
-                    .parameter_dtype = torch::kByte});
+    params.push_back({.pointers = {bytes.data(), nullptr, {}, static_cast<int64_t>(bytes.size())},
+                      .parameter_dtype = torch::kByte});
   }
-  const auto visit = [](const mezzo::detail::ParamPointers& pointers, const auto&, const auto&) {
-    auto* visits = static_cast<char*>(pointers.parameter);
-    for (int64_t i = 0; i < pointers.numel; ++i) ++visits[i];
+  const auto visit = [](const mezzo::detail::ParamArgs& param, const auto&, const auto&) {
+    auto* visits = static_cast<char*>(param.pointers.parameter);
+    for (int64_t i = 0; i < param.pointers.numel; ++i) ++visits[i];
   };
-  mezzo::detail::run_step_cpu(rows, {{visit, {}}}, {}, /*zeroes_grad=*/false);
+  mezzo::detail::run_step_cpu(params, {{visit, {}}}, {});
   for (const auto& bytes : memory) EXPECT_EQ(bytes, std::vector<char>(bytes.size(), 1));
 }
 

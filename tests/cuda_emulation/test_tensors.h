@@ -15,7 +15,7 @@ using test_support::BitwiseEqual;
 inline constexpr std::array<at::ScalarType, 4> kDtypes{at::kFloat, at::kDouble, at::kHalf,
                                                        at::kBFloat16};
 
-/// A copy with the same strides, as far from an aligned address as the original.
+/// Returns a copy with equal strides and equal alignment.
 inline at::Tensor copy_of(const at::Tensor& tensor) {
   const int64_t elements = static_cast<int64_t>(tensor.storage().nbytes()) / tensor.element_size();
   return tensor.as_strided({elements}, {1}, 0)

@@ -1,4 +1,4 @@
-// Moments in blocks of 8 bits: the codes that bitsandbytes chooses, on every instruction set.
+// Blockwise quantization: bitsandbytes' qvals and absmax, on every instruction set.
 
 #include <mezzo/kernels/adamw8bit_cpu.h>
 
@@ -22,52 +22,53 @@ using mezzo::detail::CpuIsa;
 using mezzo::detail::num_quant_blocks;
 
 struct Blocks {
-  std::vector<uint8_t> codes;
-  std::vector<float> scales;
+  std::vector<uint8_t> qvals;
+  std::vector<float> absmax;
   bool operator==(const Blocks&) const = default;
 };
 
-/// Converts blocks as AdamW8bit's loop does.
+/// Converts blocks with the CPU kernel's BlockQuantizer.
 template <class Element, class IsSigned, class Vec>
 struct ConvertKernel {
-  C10_ALWAYS_INLINE static void run(uint8_t* codes, float* scales, float* values, int64_t count,
-                                    bool is_back) {
+  C10_ALWAYS_INLINE static void run(uint8_t* qvals, float* absmax, float* values, int64_t count,
+                                    bool quantizes) {
     using Converter = mezzo::detail::BlockQuantizer<Vec, IsSigned::value>;
     for (int64_t begin = 0; begin < count; begin += mezzo::detail::kQuantBlockSize) {
-      const int64_t own = std::min(mezzo::detail::kQuantBlockSize, count - begin);
-      float& scale = scales[begin / mezzo::detail::kQuantBlockSize];
-      if (is_back) {
-        Converter::quantize(values + begin, codes + begin, scale, own);
+      const int64_t block_count = std::min(mezzo::detail::kQuantBlockSize, count - begin);
+      float& block_absmax = absmax[begin / mezzo::detail::kQuantBlockSize];
+      if (quantizes) {
+        Converter::quantize(values + begin, qvals + begin, block_absmax, block_count);
       } else {
-        Converter::dequantize(codes + begin, scale, values + begin, own);
+        Converter::dequantize(qvals + begin, block_absmax, values + begin, block_count);
       }
     }
   }
 };
 
-void convert(bool is_signed, Blocks& blocks, std::vector<float>& values, bool is_back, CpuIsa isa) {
+void convert(bool is_signed, Blocks& blocks, std::vector<float>& values, bool quantizes,
+             CpuIsa isa) {
   const auto run = is_signed
                        ? mezzo::detail::kernel_for_isa<ConvertKernel, float, std::true_type>(isa)
                        : mezzo::detail::kernel_for_isa<ConvertKernel, float, std::false_type>(isa);
-  run(blocks.codes.data(), blocks.scales.data(), values.data(), static_cast<int64_t>(values.size()),
-      is_back);
+  run(blocks.qvals.data(), blocks.absmax.data(), values.data(), static_cast<int64_t>(values.size()),
+      quantizes);
 }
 
-Blocks narrowed(bool is_signed, std::vector<float> values, CpuIsa isa) {
+Blocks quantize(bool is_signed, std::vector<float> values, CpuIsa isa) {
   Blocks blocks{std::vector<uint8_t>(values.size()),
                 std::vector<float>(static_cast<std::size_t>(
                     num_quant_blocks(static_cast<int64_t>(values.size()))))};
-  convert(is_signed, blocks, values, /*is_back=*/true, isa);
+  convert(is_signed, blocks, values, /*quantizes=*/true, isa);
   return blocks;
 }
 
-std::vector<float> widened(bool is_signed, Blocks blocks, CpuIsa isa) {
-  std::vector<float> values(blocks.codes.size());
-  convert(is_signed, blocks, values, /*is_back=*/false, isa);
+std::vector<float> dequantize(bool is_signed, Blocks blocks, CpuIsa isa) {
+  std::vector<float> values(blocks.qvals.size());
+  convert(is_signed, blocks, values, /*quantizes=*/false, isa);
   return values;
 }
 
-std::vector<CpuIsa> isas_here() {
+std::vector<CpuIsa> supported_isas() {
   std::vector<CpuIsa> isas;
   for (const CpuIsa isa : {CpuIsa::scalar, CpuIsa::vector128, CpuIsa::avx2, CpuIsa::avx512}) {
     if (mezzo::detail::has_isa(isa)) isas.push_back(isa);
@@ -75,9 +76,9 @@ std::vector<CpuIsa> isas_here() {
   return isas;
 }
 
-/// The map in double, by bitsandbytes' rule: decade i of [0, 1] has 2^i values with a sign, twice
-/// as many without, in the middles of as many equal parts.
-std::vector<double> map_of(bool is_signed) {
+/// bitsandbytes' map in float64: decade i of [0, 1] has 2^i signed values, or twice as many
+/// unsigned, in the middles of as many equal intervals.
+std::vector<double> make_map(bool is_signed) {
   std::vector<double> map{0.0, 1.0};
   for (int i = 0; i < 7; ++i) {
     const int values = is_signed ? 1 << i : 2 << i;
@@ -91,7 +92,7 @@ std::vector<double> map_of(bool is_signed) {
   return map;
 }
 
-/// As block8.py makes them.
+/// The values of blockwise_quant.py.
 std::vector<float> recorded_values(const std::string& kind, uint64_t seed) {
   if (kind == "zero") return std::vector<float>(256);
   if (kind == "one") {
@@ -124,43 +125,44 @@ std::vector<float> recorded_values(const std::string& kind, uint64_t seed) {
   return values;
 }
 
-TEST(Block8, HasTheCodesAndScalesOfBitsandbytes) {
-  std::ifstream file(std::filesystem::path(__FILE__).parent_path() / "recorded" / "block8.txt");
+TEST(BlockwiseQuant, MatchesBitsandbytesQvalsAndAbsmax) {
+  std::ifstream file(std::filesystem::path(__FILE__).parent_path() / "data" /
+                     "blockwise_quant.txt");
   std::string line;
-  int blocks = 0;
+  int num_cases = 0;
   while (std::getline(file, line)) {
     if (line.starts_with('#')) continue;
     std::istringstream words(line);
-    std::string kind, scale, hex;
+    std::string kind, absmax_text, hex;
     uint64_t seed = 0;
     bool is_signed = false;
-    words >> kind >> seed >> is_signed >> scale >> hex;
+    words >> kind >> seed >> is_signed >> absmax_text >> hex;
     std::vector<float> values = recorded_values(kind, seed);
     if (!is_signed) {
       for (float& value : values) value = std::abs(value);
     }
-    ++blocks;
+    ++num_cases;
     ASSERT_EQ(hex.size(), 2 * values.size()) << line;
-    for (const CpuIsa isa : isas_here()) {
-      const Blocks own = narrowed(is_signed, values, isa);
-      EXPECT_EQ(own.scales, std::vector{std::strtof(scale.c_str(), nullptr)}) << kind;
-      if (own.scales[0] == 0.0F) continue;  // all codes mean 0 there
+    for (const CpuIsa isa : supported_isas()) {
+      const Blocks blocks = quantize(is_signed, values, isa);
+      EXPECT_EQ(blocks.absmax, std::vector{std::strtof(absmax_text.c_str(), nullptr)}) << kind;
+      if (blocks.absmax[0] == 0.0F) continue;  // all qvals dequantize to 0
       for (std::size_t i = 0; i < values.size(); ++i) {
         const int expected = std::stoi(hex.substr(2 * i, 2), nullptr, 16);
-        ASSERT_EQ(own.codes[i], expected) << kind << " " << seed << ", element " << i;
+        ASSERT_EQ(blocks.qvals[i], expected) << kind << " " << seed << ", element " << i;
       }
     }
   }
-  EXPECT_EQ(blocks, 48);
+  EXPECT_EQ(num_cases, 48);
 }
 
-TEST(Block8, EveryCodeHasTheValueOfTheMap) {
+TEST(BlockwiseQuant, DequantizesEveryQvalToMapValue) {
   for (const bool is_signed : {true, false}) {
-    const std::vector<double> map = map_of(is_signed);
+    const std::vector<double> map = make_map(is_signed);
     Blocks all{std::vector<uint8_t>(256), {1.0F}};
-    for (std::size_t i = 0; i < 256; ++i) all.codes[i] = static_cast<uint8_t>(i);
-    for (const CpuIsa isa : isas_here()) {
-      const std::vector<float> values = widened(is_signed, all, isa);
+    for (std::size_t i = 0; i < 256; ++i) all.qvals[i] = static_cast<uint8_t>(i);
+    for (const CpuIsa isa : supported_isas()) {
+      const std::vector<float> values = dequantize(is_signed, all, isa);
       for (std::size_t i = 0; i < 256; ++i) {
         ASSERT_NEAR(values[i], map[i], std::abs(map[i]) * 1e-6) << i;
       }
@@ -170,10 +172,10 @@ TEST(Block8, EveryCodeHasTheValueOfTheMap) {
   }
 }
 
-/// Between any two codes, and just beside their middle.
-TEST(Block8, EveryValueTakesTheNearestCode) {
+/// Values between any two neighbors of the map, and close to their middle.
+TEST(BlockwiseQuant, RoundsToNearestQval) {
   for (const bool is_signed : {true, false}) {
-    const std::vector<double> map = map_of(is_signed);
+    const std::vector<double> map = make_map(is_signed);
     std::vector<float> values;
     for (std::size_t i = 0; i + 1 < map.size(); ++i) {
       const double middle = (map[i] + map[i + 1]) / 2;
@@ -183,24 +185,25 @@ TEST(Block8, EveryValueTakesTheNearestCode) {
       }
     }
     for (std::size_t begin = 0; begin < values.size(); begin += 255) {
-      std::vector<float> block{1.0F};  // so that the scale is 1
+      std::vector<float> block{1.0F};  // an absmax of 1
       block.insert(
           block.end(), values.begin() + static_cast<std::ptrdiff_t>(begin),
           values.begin() + static_cast<std::ptrdiff_t>(std::min(begin + 255, values.size())));
-      for (const CpuIsa isa : isas_here()) {
-        const Blocks own = narrowed(is_signed, block, isa);
+      for (const CpuIsa isa : supported_isas()) {
+        const Blocks blocks = quantize(is_signed, block, isa);
         for (std::size_t i = 0; i < block.size(); ++i) {
-          double least = 2;
-          for (const double value : map) least = std::min(least, std::abs(value - block[i]));
-          const double taken = std::abs(map[own.codes[i]] - block[i]);
-          ASSERT_LE(taken, least + std::abs(block[i]) * 1e-6) << block[i];
+          double min_distance = 2;
+          for (const double value : map)
+            min_distance = std::min(min_distance, std::abs(value - block[i]));
+          const double distance = std::abs(map[blocks.qvals[i]] - block[i]);
+          ASSERT_LE(distance, min_distance + std::abs(block[i]) * 1e-6) << block[i];
         }
       }
     }
   }
 }
 
-TEST(Block8, IsTheSameOnEveryInstructionSet) {
+TEST(BlockwiseQuant, BitwiseIdenticalOnEveryIsa) {
   std::mt19937 random(1);
   std::normal_distribution<float> normal;
   for (const bool is_signed : {true, false}) {
@@ -211,23 +214,23 @@ TEST(Block8, IsTheSameOnEveryInstructionSet) {
         value = normal(random) * std::exp(-static_cast<float>(random() % 16)) * spread;
         if (!is_signed) value = std::abs(value);
       }
-      const Blocks expected = narrowed(is_signed, values, isas_here().front());
-      const std::vector<float> wide = widened(is_signed, expected, isas_here().front());
-      for (const CpuIsa isa : isas_here()) {
-        ASSERT_EQ(narrowed(is_signed, values, isa), expected);
-        ASSERT_EQ(widened(is_signed, expected, isa), wide);
+      const Blocks expected = quantize(is_signed, values, supported_isas().front());
+      const std::vector<float> wide = dequantize(is_signed, expected, supported_isas().front());
+      for (const CpuIsa isa : supported_isas()) {
+        ASSERT_EQ(quantize(is_signed, values, isa), expected);
+        ASSERT_EQ(dequantize(is_signed, expected, isa), wide);
       }
     }
   }
 }
 
-TEST(Block8, ANanOrAnInfSpoilsItsBlockAndNoOther) {
-  for (const float bad :
+TEST(BlockwiseQuant, NonfiniteValueAffectsItsBlockOnly) {
+  for (const float nonfinite :
        {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity()}) {
-    for (const CpuIsa isa : isas_here()) {
+    for (const CpuIsa isa : supported_isas()) {
       std::vector<float> values(512, 0.5F);
-      values[300] = bad;
-      const std::vector<float> wide = widened(true, narrowed(true, values, isa), isa);
+      values[300] = nonfinite;
+      const std::vector<float> wide = dequantize(true, quantize(true, values, isa), isa);
       for (std::size_t i = 0; i < 256; ++i) ASSERT_EQ(wide[i], 0.5F);
       for (const int i : {300, 301}) {
         uint32_t bits;
@@ -238,11 +241,11 @@ TEST(Block8, ANanOrAnInfSpoilsItsBlockAndNoOther) {
   }
 }
 
-TEST(Block8, ABlockBelowNormalFloatsIsZero) {
-  for (const CpuIsa isa : isas_here()) {
-    const Blocks own = narrowed(true, std::vector<float>(20, 1e-40F), isa);
-    EXPECT_EQ(own.scales[0], 0.0F);
-    for (const float value : widened(true, own, isa)) ASSERT_EQ(value, 0.0F);
+TEST(BlockwiseQuant, SubnormalBlockBecomesZero) {
+  for (const CpuIsa isa : supported_isas()) {
+    const Blocks blocks = quantize(true, std::vector<float>(20, 1e-40F), isa);
+    EXPECT_EQ(blocks.absmax[0], 0.0F);
+    for (const float value : dequantize(true, blocks, isa)) ASSERT_EQ(value, 0.0F);
   }
 }
 

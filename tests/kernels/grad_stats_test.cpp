@@ -1,5 +1,5 @@
-// One read of the gradients against a plain reference in double: every dtype and instruction set,
-// sizes around vectors and chunks, values at the edges, layouts.
+// GradStats against a plain reference in float64, for every dtype, instruction set and layout,
+// sizes around vectors and chunks, and extreme values.
 
 #include <mezzo/kernels/compute_grad_stats.h>
 
@@ -23,15 +23,14 @@ using mezzo::detail::CpuIsa;
 using mezzo::detail::kGradStatsChunkElements;
 using mezzo::detail::PartialGradStats;
 
-/// What a summary should say, in plain loops over plain numbers.
-struct PlainSummary {
+struct PlainGradStats {
   bool found_inf = false;
   double norm_sq = 0;
   double max_abs = 0;
 };
 
-PlainSummary plain_summary(const std::vector<torch::Tensor>& gradients, float inv_scale) {
-  PlainSummary summary;
+PlainGradStats plain_grad_stats(const std::vector<torch::Tensor>& gradients, float inv_scale) {
+  PlainGradStats stats;
   for (const torch::Tensor& gradient : gradients) {
     const auto stored = gradient.to(torch::kDouble).clone(torch::MemoryFormat::Contiguous);
     const bool is_double = gradient.scalar_type() == torch::kDouble;
@@ -41,17 +40,17 @@ PlainSummary plain_summary(const std::vector<torch::Tensor>& gradients, float in
                                  ? values[j] * static_cast<double>(inv_scale)
                                  : static_cast<double>(static_cast<float>(values[j]) * inv_scale);
       const double magnitude = std::abs(product);
-      summary.norm_sq += magnitude * magnitude;
-      if (!(magnitude <= summary.max_abs) && !std::isnan(summary.max_abs)) {
-        summary.max_abs = magnitude;
+      stats.norm_sq += magnitude * magnitude;
+      if (!(magnitude <= stats.max_abs) && !std::isnan(stats.max_abs)) {
+        stats.max_abs = magnitude;
       }
-      summary.found_inf = summary.found_inf || !std::isfinite(magnitude);
+      stats.found_inf = stats.found_inf || !std::isfinite(magnitude);
     }
   }
-  return summary;
+  return stats;
 }
 
-torch::Tensor one_over(float scale) { return torch::full({}, 1.0F / scale); }
+torch::Tensor inverse_of(float scale) { return torch::full({}, 1.0F / scale); }
 
 void expect_near(double actual, double expected) {
   if (std::isfinite(expected)) {
@@ -61,19 +60,19 @@ void expect_near(double actual, double expected) {
   }
 }
 
-void expect_summary(const std::vector<torch::Tensor>& gradients, float inv_scale) {
-  const auto expected = plain_summary(gradients, inv_scale);
-  const auto summary = mezzo::detail::compute_grad_stats(gradients, torch::full({}, inv_scale));
-  EXPECT_EQ(summary.found_inf.item<float>() != 0, expected.found_inf);
-  expect_near(summary.norm_sq.item<double>(), expected.norm_sq);
+void expect_grad_stats(const std::vector<torch::Tensor>& gradients, float inv_scale) {
+  const auto expected = plain_grad_stats(gradients, inv_scale);
+  const auto stats = mezzo::detail::compute_grad_stats(gradients, torch::full({}, inv_scale));
+  EXPECT_EQ(stats.found_inf.item<float>() != 0, expected.found_inf);
+  expect_near(stats.norm_sq.item<double>(), expected.norm_sq);
   if (std::isnan(expected.max_abs)) {
-    EXPECT_TRUE(std::isnan(summary.max_abs.item<double>()));
+    EXPECT_TRUE(std::isnan(stats.max_abs.item<double>()));
   } else {
-    EXPECT_EQ(summary.max_abs.item<double>(), expected.max_abs);
+    EXPECT_EQ(stats.max_abs.item<double>(), expected.max_abs);
   }
 }
 
-class GradStatsKernelFn : public testing::TestWithParam<std::tuple<torch::ScalarType, CpuIsa>> {
+class GradStatsKernel : public testing::TestWithParam<std::tuple<torch::ScalarType, CpuIsa>> {
  protected:
   void SetUp() override {
     if (!mezzo::detail::has_isa(isa())) GTEST_SKIP() << "this CPU has no " << isa_name(isa());
@@ -81,10 +80,10 @@ class GradStatsKernelFn : public testing::TestWithParam<std::tuple<torch::Scalar
   static torch::ScalarType dtype() { return std::get<0>(GetParam()); }
   static CpuIsa isa() { return std::get<1>(GetParam()); }
 
-  static PartialGradStats run(const torch::Tensor& values, CpuIsa on) {
+  static PartialGradStats run(const torch::Tensor& values, CpuIsa isa) {
     PartialGradStats partial;
-    mezzo::detail::get_grad_stats_kernel(dtype(), on)(values.const_data_ptr(), values.numel(),
-                                                      partial);
+    mezzo::detail::get_grad_stats_kernel(dtype(), isa)(values.const_data_ptr(), values.numel(),
+                                                       partial);
     return partial;
   }
   static PartialGradStats scalar_reference(const torch::Tensor& values) {
@@ -102,7 +101,7 @@ class GradStatsKernelFn : public testing::TestWithParam<std::tuple<torch::Scalar
   }
 };
 
-TEST_P(GradStatsKernelFn, GivesTheSameBitsAsTheScalarReferenceForEveryTail) {
+TEST_P(GradStatsKernel, BitwiseEqualToScalarForEveryTail) {
   torch::manual_seed(1);
   for (int64_t count = 0; count <= 70; ++count) {
     const auto values = random(count);
@@ -112,12 +111,12 @@ TEST_P(GradStatsKernelFn, GivesTheSameBitsAsTheScalarReferenceForEveryTail) {
         << count;
     EXPECT_EQ(partial.max_double, reference.max_double) << count;
     EXPECT_EQ(partial.max_float, reference.max_float) << count;
-    const auto expected = plain_summary({values}, 1.0F);
+    const auto expected = plain_grad_stats({values}, 1.0F);
     EXPECT_NEAR(partial.norm_sq, expected.norm_sq, 1e-12 * expected.norm_sq);
   }
 }
 
-TEST_P(GradStatsKernelFn, ReadsMemoryAtAnyByte) {
+TEST_P(GradStatsKernel, ReadsMisalignedMemory) {
   torch::manual_seed(2);
   constexpr int64_t kCount = 53;
   const auto values = random(kCount);
@@ -132,20 +131,20 @@ TEST_P(GradStatsKernelFn, ReadsMemoryAtAnyByte) {
   }
 }
 
-TEST_P(GradStatsKernelFn, SeesOneBadElementAtEveryPlace) {
+TEST_P(GradStatsKernel, FindsNonfiniteElementAtEveryIndex) {
   constexpr int64_t kCount = 39;
   for (const float bad : {kInfinity, -kInfinity, kNan}) {
-    for (int64_t place = 0; place < kCount; ++place) {
+    for (int64_t index = 0; index < kCount; ++index) {
       auto values = torch::ones({kCount}, dtype());
-      values[place] = bad;
-      const mezzo::detail::FinalGradStats finished(run(values, isa()), 0.5F);
-      EXPECT_TRUE(finished.found_inf) << bad << " at " << place;
-      EXPECT_EQ(std::isnan(finished.max_abs), std::isnan(bad)) << bad << " at " << place;
+      values[index] = bad;
+      const mezzo::detail::FinalGradStats result(run(values, isa()), 0.5F);
+      EXPECT_TRUE(result.found_inf) << bad << " at " << index;
+      EXPECT_EQ(std::isnan(result.max_abs), std::isnan(bad)) << bad << " at " << index;
     }
   }
 }
 
-TEST_P(GradStatsKernelFn, SeesNothingInTheLargestAndSmallestFiniteValues) {
+TEST_P(GradStatsKernel, AcceptsExtremeFiniteValues) {
   const double largest = dtype() == torch::kHalf       ? 65504.0
                          : dtype() == torch::kBFloat16 ? 3.3895313892515355e38
                          : dtype() == torch::kFloat    ? std::numeric_limits<float>::max()
@@ -155,13 +154,13 @@ TEST_P(GradStatsKernelFn, SeesNothingInTheLargestAndSmallestFiniteValues) {
           .to(dtype())
           .repeat({11});
   const PartialGradStats partial = run(values, isa());
-  const mezzo::detail::FinalGradStats finished(partial, 1.0F);
-  EXPECT_FALSE(finished.found_inf);
-  EXPECT_EQ(finished.max_abs, largest);
-  EXPECT_DOUBLE_EQ(finished.norm_sq, 22 * largest * largest);
+  const mezzo::detail::FinalGradStats result(partial, 1.0F);
+  EXPECT_FALSE(result.found_inf);
+  EXPECT_EQ(result.max_abs, largest);
+  EXPECT_DOUBLE_EQ(result.norm_sq, 22 * largest * largest);
 }
 
-TEST_P(GradStatsKernelFn, AddsUpSubnormals) {
+TEST_P(GradStatsKernel, SumsSubnormals) {
   const double smallest = dtype() == torch::kHalf       ? std::ldexp(1.0, -24)
                           : dtype() == torch::kBFloat16 ? std::ldexp(1.0, -133)
                                                         : std::ldexp(1.0, -149);
@@ -169,7 +168,7 @@ TEST_P(GradStatsKernelFn, AddsUpSubnormals) {
   EXPECT_EQ(run(values, isa()).norm_sq, 37 * 9 * smallest * smallest);
 }
 
-INSTANTIATE_TEST_SUITE_P(AllDtypesAndInstructionSets, GradStatsKernelFn,
+INSTANTIATE_TEST_SUITE_P(AllDtypesAndInstructionSets, GradStatsKernel,
                          testing::Combine(testing::Values(torch::kFloat, torch::kDouble,
                                                           torch::kHalf, torch::kBFloat16),
                                           testing::Values(CpuIsa::scalar, CpuIsa::vector128,
@@ -179,37 +178,37 @@ INSTANTIATE_TEST_SUITE_P(AllDtypesAndInstructionSets, GradStatsKernelFn,
                                   isa_name(std::get<1>(test.param));
                          });
 
-class SummaryOfDtype : public testing::TestWithParam<torch::ScalarType> {};
+class GradStatsOfDtype : public testing::TestWithParam<torch::ScalarType> {};
 
-TEST_P(SummaryOfDtype, AgreesWithTheReferenceForSizesAroundAChunk) {
+TEST_P(GradStatsOfDtype, MatchesReferenceForSizesAroundChunk) {
   torch::manual_seed(4);
   for (const int64_t count :
        {int64_t{0}, int64_t{1}, kGradStatsChunkElements - 1, kGradStatsChunkElements,
         kGradStatsChunkElements + 1, 3 * kGradStatsChunkElements + 17}) {
     const auto values = torch::randn({count}, torch::kDouble).to(GetParam());
     SCOPED_TRACE(count);
-    expect_summary({values}, 0.25F);
+    expect_grad_stats({values}, 0.25F);
     if (count == 0) continue;
-    for (const int64_t place : {int64_t{0}, count / 2, count - 1}) {
+    for (const int64_t index : {int64_t{0}, count / 2, count - 1}) {
       auto broken = values.clone();
-      broken[place] = place == count / 2 ? kNan : kInfinity;
-      const auto summary = mezzo::detail::compute_grad_stats({values, broken}, one_over(4));
-      EXPECT_EQ(summary.found_inf.item<float>(), 1.0F) << place;
+      broken[index] = index == count / 2 ? kNan : kInfinity;
+      const auto stats = mezzo::detail::compute_grad_stats({values, broken}, inverse_of(4));
+      EXPECT_EQ(stats.found_inf.item<float>(), 1.0F) << index;
     }
   }
 }
 
-TEST_P(SummaryOfDtype, AgreesWithTheReferenceForScalesFromTinyToHuge) {
+TEST_P(GradStatsOfDtype, MatchesReferenceForEveryScale) {
   torch::manual_seed(5);
   const auto values = torch::randn({1000}, torch::kDouble).to(GetParam());
   for (int exponent = -24; exponent <= 24; ++exponent) {
     SCOPED_TRACE(exponent);
-    expect_summary({values}, std::ldexp(1.0F, exponent));
-    expect_summary({values}, std::ldexp(1.37F, exponent));
+    expect_grad_stats({values}, std::ldexp(1.0F, exponent));
+    expect_grad_stats({values}, std::ldexp(1.37F, exponent));
   }
 }
 
-TEST_P(SummaryOfDtype, ReadsEveryLayoutAndWritesNothing) {
+TEST_P(GradStatsOfDtype, ReadsEveryLayoutWithoutWriting) {
   torch::manual_seed(6);
   const auto base = torch::randn({40, 30}, torch::kDouble).to(GetParam());
   const auto before = base.clone();
@@ -227,14 +226,14 @@ TEST_P(SummaryOfDtype, ReadsEveryLayoutAndWritesNothing) {
   const auto version = base._version();
   for (const auto& layout : layouts) {
     SCOPED_TRACE(layout.sizes());
-    expect_summary({layout}, 0.5F);
+    expect_grad_stats({layout}, 0.5F);
   }
-  expect_summary(layouts, 0.5F);
+  expect_grad_stats(layouts, 0.5F);
   EXPECT_TRUE(torch::equal(base, before));
   EXPECT_EQ(base._version(), version);
 }
 
-TEST_P(SummaryOfDtype, GivesTheSameBitsForAnyNumberOfThreads) {
+TEST_P(GradStatsOfDtype, BitwiseIdenticalForAnyThreadCount) {
   torch::manual_seed(7);
   std::vector<torch::Tensor> gradients;
   for (int64_t i = 0; i < 40; ++i) {
@@ -246,7 +245,7 @@ TEST_P(SummaryOfDtype, GivesTheSameBitsForAnyNumberOfThreads) {
     at::set_num_threads(count);
     for (int repeat = 0; repeat < 3; ++repeat) {
       sums.push_back(
-          mezzo::detail::compute_grad_stats(gradients, one_over(3)).norm_sq.item<double>());
+          mezzo::detail::compute_grad_stats(gradients, inverse_of(3)).norm_sq.item<double>());
     }
   }
   at::set_num_threads(threads);
@@ -255,7 +254,7 @@ TEST_P(SummaryOfDtype, GivesTheSameBitsForAnyNumberOfThreads) {
   }
 }
 
-TEST_P(SummaryOfDtype, AgreesWithWhatAtensKernelsSay) {
+TEST_P(GradStatsOfDtype, MatchesAtenImplementation) {
   torch::manual_seed(8);
   std::vector<torch::Tensor> gradients{torch::randn({3, 50}, torch::kDouble).to(GetParam()),
                                        torch::empty({0}, GetParam()), torch::randn({7}),
@@ -264,64 +263,65 @@ TEST_P(SummaryOfDtype, AgreesWithWhatAtensKernelsSay) {
     for (const float inv_scale : {1.0F, 1e-3F, 4096.0F}) {
       gradients[0][1][3] = bad;
       const auto factor = torch::full({1}, inv_scale);
-      const auto own = mezzo::detail::compute_grad_stats(gradients, factor);
+      const auto stats = mezzo::detail::compute_grad_stats(gradients, factor);
       const auto aten = mezzo::detail::compute_grad_stats_aten(gradients, factor);
-      EXPECT_EQ(aten.found_inf.item<float>(), own.found_inf.item<float>());
-      expect_near(aten.norm_sq.item<double>(), own.norm_sq.item<double>());
-      EXPECT_TRUE(torch::allclose(aten.max_abs, own.max_abs, 1e-6, 0, true));
+      EXPECT_EQ(aten.found_inf.item<float>(), stats.found_inf.item<float>());
+      expect_near(aten.norm_sq.item<double>(), stats.norm_sq.item<double>());
+      EXPECT_TRUE(torch::allclose(aten.max_abs, stats.max_abs, 1e-6, 0, true));
     }
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(AllDtypes, SummaryOfDtype,
+INSTANTIATE_TEST_SUITE_P(AllDtypes, GradStatsOfDtype,
                          testing::Values(torch::kFloat, torch::kDouble, torch::kHalf,
                                          torch::kBFloat16),
                          [](const auto& test) { return torch::toString(test.param); });
 
-TEST(GradientSummary, FindsAProductThatOverflowsThoughItsFactorsAreFinite) {
-  expect_summary({torch::full({3}, 1e30F)}, 1e20F);
-  expect_summary({torch::full({3}, 1e30, torch::kDouble)}, 1e20F);  // not in double
-  expect_summary({torch::zeros({3})}, kInfinity);
-  expect_summary({torch::zeros({3}, torch::kDouble)}, kNan);
-  expect_summary({torch::full({3}, std::numeric_limits<float>::max())}, std::nextafter(1.0F, 2.0F));
+TEST(GradStats, FindsOverflowOfFiniteFactors) {
+  expect_grad_stats({torch::full({3}, 1e30F)}, 1e20F);
+  expect_grad_stats({torch::full({3}, 1e30, torch::kDouble)}, 1e20F);  // finite in float64
+  expect_grad_stats({torch::zeros({3})}, kInfinity);
+  expect_grad_stats({torch::zeros({3}, torch::kDouble)}, kNan);
+  expect_grad_stats({torch::full({3}, std::numeric_limits<float>::max())},
+                    std::nextafter(1.0F, 2.0F));
 }
 
-TEST(GradientSummary, OfNeighboursInOneBufferIsThatOfOneGradient) {
+TEST(GradStats, MergesAdjacentGradientsOfOneBuffer) {
   const torch::Tensor buffer = torch::randn({100000});
   const auto part = [&](int64_t begin, int64_t end) { return buffer.slice(0, begin, end); };
   const torch::Tensor inv_scale = torch::full({}, 0.5F);
   const auto expect_one = [&](const std::vector<torch::Tensor>& parts) {
     const auto whole = mezzo::detail::compute_grad_stats({buffer}, inv_scale);
-    const auto joined = mezzo::detail::compute_grad_stats(parts, inv_scale);
-    EXPECT_TRUE(torch::equal(joined.norm_sq, whole.norm_sq));
-    EXPECT_TRUE(torch::equal(joined.max_abs, whole.max_abs));
-    EXPECT_TRUE(torch::equal(joined.found_inf, whole.found_inf));
+    const auto merged = mezzo::detail::compute_grad_stats(parts, inv_scale);
+    EXPECT_TRUE(torch::equal(merged.norm_sq, whole.norm_sq));
+    EXPECT_TRUE(torch::equal(merged.max_abs, whole.max_abs));
+    EXPECT_TRUE(torch::equal(merged.found_inf, whole.found_inf));
   };
   expect_one({part(0, 7), part(7, 50000), part(50000, 100000)});
   expect_one({part(50000, 100000), part(7, 50000), part(0, 7)});
   buffer[77777] = std::numeric_limits<float>::infinity();
   expect_one({part(50000, 100000), part(7, 50000), part(0, 7)});
-  // What lies between neighbours is not theirs.
+  // The element between the two parts is not read.
   EXPECT_EQ(mezzo::detail::compute_grad_stats({part(0, 77777), part(77778, 100000)}, inv_scale)
                 .found_inf.item<float>(),
             0.0F);
 }
 
-TEST(GradientSummary, OfNothingIsZero) {
+TEST(GradStats, ZeroWithoutGradients) {
   for (const std::vector<torch::Tensor>& nothing :
        {std::vector<torch::Tensor>{}, {torch::empty({0})}}) {
     const auto inv_scale = torch::ones({});
-    const auto summary = mezzo::detail::compute_grad_stats(nothing, inv_scale);
-    EXPECT_EQ(summary.found_inf.item<float>(), 0);
-    EXPECT_EQ(summary.norm_sq.item<double>(), 0);
-    EXPECT_EQ(summary.max_abs.item<double>(), 0);
+    const auto stats = mezzo::detail::compute_grad_stats(nothing, inv_scale);
+    EXPECT_EQ(stats.found_inf.item<float>(), 0);
+    EXPECT_EQ(stats.norm_sq.item<double>(), 0);
+    EXPECT_EQ(stats.max_abs.item<double>(), 0);
     const auto aten = mezzo::detail::compute_grad_stats_aten(nothing, inv_scale);
     EXPECT_EQ(aten.found_inf.item<float>(), 0);
     EXPECT_EQ(aten.norm_sq.item<double>(), 0);
   }
 }
 
-TEST(GradientSummary, LeavesCopyOnWriteGradientsShared) {
+TEST(GradStats, PreservesCopyOnWriteSharing) {
   const auto gradient = torch::ones({100});
   const auto lazy = torch::_lazy_clone(gradient);
   mezzo::detail::compute_grad_stats({lazy}, torch::ones({}));

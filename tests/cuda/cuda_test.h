@@ -8,7 +8,7 @@
 #include <initializer_list>
 #include <vector>
 
-#include "gpu.h"
+#include "cuda_device.h"
 
 #ifndef MEZZO_CUDA_EMULATION
 #include <c10/cuda/CUDAFunctions.h>
@@ -16,8 +16,8 @@
 
 namespace cuda_test {
 
-/// Skipped, in words, where there is no GPU.
-class OnGpu : public testing::Test {
+/// Skips its tests without a GPU.
+class CudaTest : public testing::Test {
  protected:
   void SetUp() override {
     if (!has_gpu()) GTEST_SKIP() << "libtorch sees no CUDA device here";
@@ -31,21 +31,21 @@ class OnGpu : public testing::Test {
 #endif
 };
 
-/// Tests of mezzo's kernels, skipped in a program that steps with ATen's.
-class KernelsCuda : public OnGpu {
+/// Skips its tests in a program without mezzo's kernels.
+class KernelsCuda : public CudaTest {
  protected:
   void SetUp() override {
-    OnGpu::SetUp();
-    if (has_gpu() && !has_mezzo_kernels()) GTEST_SKIP() << "this program has no kernels of mezzo's";
+    CudaTest::SetUp();
+    if (has_gpu() && !has_mezzo_kernels()) GTEST_SKIP() << "this program has no mezzo kernels";
   }
 };
 
-/// Elements of a tensor of many blocks, and tensors for more than one launch. Fewer on the
-/// simulated GPU, which is a thousand times slower.
-inline constexpr int64_t kManyElements = kIsSimulated ? 9001 : 70001;
-inline constexpr int kManyTensors = kIsSimulated ? 310 : 1000;
+/// Elements of a tensor of many blocks, and tensors for more than one launch. Fewer on the emulated
+/// GPU, which is a thousand times slower.
+inline constexpr int64_t kManyElements = kIsEmulated ? 9001 : 70001;
+inline constexpr int kManyTensors = kIsEmulated ? 310 : 1000;
 
-/// Of every dtype, size and layout; more of them than a launch takes.
+/// Gradients of every dtype, size and layout, for more than one launch.
 inline std::vector<torch::Tensor> mixed_gradients() {
   std::vector<torch::Tensor> all;
   for (const auto dtype : {torch::kFloat, torch::kBFloat16, torch::kHalf, torch::kDouble}) {
@@ -61,18 +61,18 @@ inline std::vector<torch::Tensor> mixed_gradients() {
   return all;
 }
 
-/// A guard under which a call that waits for the device throws on a GPU; on the simulated GPU the
-/// test fails at the guard's end.
+/// Forbids host syncs: on a GPU they throw; on the emulated GPU the test fails at the end of the
+/// guard.
 class ForbidSync {
  public:
   ForbidSync(const ForbidSync&) = delete;
   ForbidSync& operator=(const ForbidSync&) = delete;
 #ifdef MEZZO_CUDA_EMULATION
   ForbidSync() = default;
-  ~ForbidSync() { EXPECT_EQ(emulated_gpu::counts().waits, waits_) << "the host waited"; }
+  ~ForbidSync() { EXPECT_EQ(emulated_gpu::counts().syncs, syncs_) << "the host synchronized"; }
 
  private:
-  int64_t waits_ = emulated_gpu::counts().waits;
+  int64_t syncs_ = emulated_gpu::counts().syncs;
 #else
   ForbidSync() {
     c10::cuda::warning_state().set_sync_debug_mode(c10::cuda::SyncDebugMode::L_ERROR);

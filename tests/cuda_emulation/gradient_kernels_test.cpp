@@ -1,9 +1,9 @@
-// GradScaler's kernels on the device that the host plays, through the library's own functions,
-// against its answers on the CPU: the same bits where nothing is summed, and within what the order
-// of a sum can change where something is.
+// Gradient and loss scale kernels on the emulated device against the CPU: bitwise where nothing is
+// summed, and within the error bound of a sum's order otherwise.
 
 #include <mezzo/kernels/compute_grad_stats.h>
 #include <mezzo/kernels/cuda/gradients.cuh>
+#include <mezzo/kernels/unscale.h>
 #include <mezzo/kernels/update_scale.h>
 #include <mezzo/optim/grad_buckets.h>
 
@@ -18,8 +18,8 @@
 #include <vector>
 
 #include "../support/special_values.h"
-#include "host_device.h"
-#include "memory.h"
+#include "cuda_emulation.h"
+#include "test_tensors.h"
 
 namespace {
 
@@ -28,27 +28,27 @@ using cuda_emulation_test::clone_all;
 using cuda_emulation_test::kDtypes;
 using mezzo::GradStats;
 
-class GradientsOnHost : public testing::Test {
+class GradientKernels : public testing::Test {
  protected:
   void SetUp() override { at::manual_seed(1); }
   void TearDown() override { cuda_emulation::set_seed(1); }
 };
 
-TEST(PackedSlice, HasFewElementsOutsideOfPacksAtAnyAlignment) {
+TEST(AlignedChunk, VectorizesAtAnyAlignment) {
   const at::Tensor memory = at::zeros({200}, at::kShort);
   for (int64_t offset = 0; offset < 8; ++offset) {
     for (int64_t count = 0; count < 100; ++count) {
-      const mezzo::detail::cuda::PackedSlice<uint16_t> slice(memory.data_ptr(), offset,
-                                                             offset + count);
-      EXPECT_EQ(slice.packs * 8 + slice.rest, count);
-      EXPECT_LT(slice.rest, 15);
-      if (slice.packs == 0) continue;
-      EXPECT_EQ(reinterpret_cast<uintptr_t>(slice.pack()) % 16, 0U);
+      const mezzo::detail::cuda::AlignedChunk<uint16_t> chunk(memory.data_ptr(), offset,
+                                                              offset + count);
+      EXPECT_EQ(chunk.num_vectors * 8 + chunk.num_scalars, count);
+      EXPECT_LT(chunk.num_scalars, 15);
+      if (chunk.num_vectors == 0) continue;
+      EXPECT_EQ(reinterpret_cast<uintptr_t>(chunk.vectors()) % 16, 0U);
     }
   }
 }
 
-/// Every dtype, tail, layout and alignment; blocks of several sizes.
+/// Gradients of every dtype, tail, layout and alignment.
 std::vector<at::Tensor> mixed_gradients(double spread) {
   std::vector<at::Tensor> all;
   for (const at::ScalarType dtype : kDtypes) {
@@ -65,7 +65,7 @@ std::vector<at::Tensor> mixed_gradients(double spread) {
     all.push_back(random({20, 8}).slice(1, 0, 8, 2));  // with gaps
     all.push_back(random({2, 3, 4, 5}).contiguous(at::MemoryFormat::ChannelsLast));
     all.push_back(random({7}).expand({3, 7}).clone());
-    // In one buffer, as in GradBuckets: next to each other in either direction, and with a gap.
+    // In one buffer, as in GradBuckets: adjacent in either direction, and with a gap.
     const at::Tensor buffer = random({40000});
     for (const auto& [begin, size] :
          {std::pair{30000, 9999}, {13, 29987}, {0, 13}, {39999, 1}, {20000, 16}}) {
@@ -83,7 +83,7 @@ int64_t launches_of(const std::string& kernel) {
   return all;
 }
 
-/// More than one launch takes of a dtype, small.
+/// Small gradients of all dtypes.
 std::vector<at::Tensor> many_gradients(int count) {
   std::vector<at::Tensor> all;
   for (int i = 0; i < count; ++i) {
@@ -94,16 +94,16 @@ std::vector<at::Tensor> many_gradients(int count) {
 
 at::Tensor scalar(double value) { return at::full({}, value, at::kFloat); }
 
-// How far the device's sum of `count` squares and the CPU's can lie apart. The CPU adds squares in
-// double: in any order its sum differs from the true one by less than gamma(count, 2^-53) of it,
-// where gamma(n, u) = n u / (1 - n u). The device adds up to 32 of them in float first, gamma(32,
-// 2^-24), and those sums in double. Multiplying by the factor twice rounds twice, on either side.
+// Bound of the relative difference of the device's and the CPU's sum of `count` squares. The CPU
+// sums in float64: in any order with an error below gamma(count, 2^-53), gamma(n, u) = n u / (1 - n
+// u). The device sums up to 32 squares in float32, gamma(32, 2^-24), and these sums in float64. Two
+// multiplications by inv_scale round twice on either side.
 double gamma(double n, double u) { return n * u / (1 - n * u); }
 
 double sum_bound(int64_t count) {
-  const double in_double = gamma(static_cast<double>(count + 2), 0x1p-53);
-  const double in_float = gamma(mezzo::detail::cuda::kMaxFloat32Squares, 0x1p-24);
-  return in_double + (1 + in_float) * (1 + in_double) - 1;
+  const double float64_error = gamma(static_cast<double>(count + 2), 0x1p-53);
+  const double float32_error = gamma(mezzo::detail::cuda::kMaxFloat32Squares, 0x1p-24);
+  return float64_error + (1 + float32_error) * (1 + float64_error) - 1;
 }
 
 int64_t elements_of(const std::vector<at::Tensor>& gradients) {
@@ -124,9 +124,9 @@ void expect_same(const GradStats& device, const GradStats& cpu, int64_t count) {
   }
 }
 
-void expect_same_summary(const std::vector<at::Tensor>& gradients, float inv_scale) {
+void expect_same_grad_stats(const std::vector<at::Tensor>& gradients, float inv_scale) {
   const GradStats cpu = mezzo::detail::compute_grad_stats(gradients, scalar(inv_scale));
-  const cuda_emulation::On on;
+  const cuda_emulation::CpuDeviceGuard guard;
   expect_same(mezzo::detail::compute_grad_stats(gradients, scalar(inv_scale)), cpu,
               elements_of(gradients));
 }
@@ -138,7 +138,7 @@ void expect_same_unscale(const std::vector<at::Tensor>& gradients, float inv_sca
   at::Tensor found = scalar(0);
   mezzo::detail::unscale_and_check_(expected, expected_found, scalar(inv_scale));
   {
-    const cuda_emulation::On on;
+    const cuda_emulation::CpuDeviceGuard guard;
     mezzo::detail::unscale_and_check_(actual, found, scalar(inv_scale));
   }
   EXPECT_TRUE(at::equal(found, expected_found));
@@ -152,16 +152,16 @@ void expect_same_check(const std::vector<at::Tensor>& gradients) {
   at::Tensor expected = scalar(0);
   at::Tensor found = scalar(0);
   mezzo::detail::check_nonfinite_(gradients, expected);
-  const cuda_emulation::On on;
+  const cuda_emulation::CpuDeviceGuard guard;
   mezzo::detail::check_nonfinite_(gradients, found);
   EXPECT_TRUE(at::equal(found, expected));
   for (std::size_t i = 0; i < before.size(); ++i) {
-    EXPECT_THAT(gradients[i], BitwiseEqual(before[i])) << "a check only reads";
+    EXPECT_THAT(gradients[i], BitwiseEqual(before[i])) << "a check must not write";
   }
 }
 
-// docs/cuda.md says so.
-TEST_F(GradientsOnHost, InGradBucketsAreReadInOneLaunch) {
+// Documented in docs/cuda.md.
+TEST_F(GradientKernels, ReadGradBucketsInOneLaunch) {
   std::vector<at::Tensor> parameters(301);
   for (at::Tensor& one : parameters) one = at::zeros({4, 16}).set_requires_grad(true);
   mezzo::GradBuckets buckets(parameters);
@@ -172,7 +172,7 @@ TEST_F(GradientsOnHost, InGradBucketsAreReadInOneLaunch) {
   }
   buckets.copy_grads_to_buckets();
   for (const at::Tensor& one : parameters) gradients.push_back(one.grad());
-  const cuda_emulation::On on;
+  const cuda_emulation::CpuDeviceGuard guard;
   const auto expect_launches = [](const std::vector<at::Tensor>& of, int64_t launches) {
     const int64_t reads_before = launches_of("::grad_stats_kernel");
     const int64_t unscales_before = launches_of("unscale_kernel");
@@ -187,86 +187,87 @@ TEST_F(GradientsOnHost, InGradBucketsAreReadInOneLaunch) {
   for (std::size_t i = 0; i < apart.size(); ++i) EXPECT_THAT(gradients[i], BitwiseEqual(apart[i]));
 }
 
-TEST_F(GradientsOnHost, UnscaleAndCheckOverDtypesTailsAndLayouts) {
+TEST_F(GradientKernels, UnscaleMatchesCpuForEveryLayout) {
   const auto gradients = mixed_gradients(100);
   for (const float inv_scale : {1.0F, 0.3F, 1.0F / 65536})
     expect_same_unscale(gradients, inv_scale);
   expect_same_check(gradients);
 }
 
-TEST_F(GradientsOnHost, UnscaleAndCheckMoreTensorsThanALaunchTakes) {
+TEST_F(GradientKernels, UnscaleMatchesCpuForSeveralLaunches) {
   const auto gradients = many_gradients(1300);
   expect_same_unscale(gradients, 0.7F);
   expect_same_check(gradients);
 }
 
-TEST_F(GradientsOnHost, FindABadElementWhereverItIs) {
+TEST_F(GradientKernels, FindNonfiniteElementAnywhere) {
   for (const at::ScalarType dtype : kDtypes) {
-    for (const int64_t place : {0, 8191, 20000}) {
-      for (const float bad : {kNan, -kInfinity}) {
+    for (const int64_t index : {0, 8191, 20000}) {
+      for (const float nonfinite : {kNan, -kInfinity}) {
         auto gradients = std::vector<at::Tensor>{at::ones({5}, dtype), at::ones({20001}, dtype)};
-        gradients[1][place] = bad;
+        gradients[1][index] = nonfinite;
         expect_same_check(gradients);
         expect_same_unscale(gradients, 0.5F);
-        expect_same_summary(gradients, 0.5F);
+        expect_same_grad_stats(gradients, 0.5F);
       }
     }
   }
 }
 
-TEST_F(GradientsOnHost, SeeAProductThatOverflows) {
+TEST_F(GradientKernels, FindOverflowingProduct) {
   for (const at::ScalarType dtype : kDtypes) {
-    const double most = dtype == at::kHalf ? 6e4 : dtype == at::kDouble ? 1e308 : 3e38;
-    const std::vector<at::Tensor> gradients{at::full({9000}, most, at::kDouble).to(dtype)};
+    const double largest = dtype == at::kHalf ? 6e4 : dtype == at::kDouble ? 1e308 : 3e38;
+    const std::vector<at::Tensor> gradients{at::full({9000}, largest, at::kDouble).to(dtype)};
     for (const float inv_scale : {1.0F, 2.0F, 100.0F, kInfinity, kNan}) {
       expect_same_unscale(gradients, inv_scale);
-      expect_same_summary(gradients, inv_scale);
+      expect_same_grad_stats(gradients, inv_scale);
     }
   }
 }
 
-TEST_F(GradientsOnHost, SummariesOverDtypesTailsAndLayouts) {
+TEST_F(GradientKernels, GradStatsMatchCpuForEveryLayout) {
   for (const double spread : {1e-7, 1.0, 1e3}) {
     const auto gradients = mixed_gradients(spread);
     for (const float inv_scale : {1.0F, 0.3F, 1e-30F}) {
-      expect_same_summary(gradients, inv_scale);
+      expect_same_grad_stats(gradients, inv_scale);
     }
   }
-  expect_same_summary({}, 1.0F);
-  expect_same_summary({at::empty({0})}, 1.0F);
+  expect_same_grad_stats({}, 1.0F);
+  expect_same_grad_stats({at::empty({0})}, 1.0F);
 }
 
-// Squares that a float has no room for, beside such as it has: each pack's way is its own.
-TEST_F(GradientsOnHost, SummariesOfVeryLargeAndVerySmallNumbers) {
+// Squares that overflow or underflow in float32 next to others: each vector selects its dtype.
+TEST_F(GradientKernels, GradStatsMatchCpuForExtremeValues) {
   for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16, at::kHalf}) {
-    const double most = dtype == at::kHalf ? 6e4 : 3e38;
-    const double least = dtype == at::kHalf ? 6e-8 : 1e-38;
-    for (const double magnitude : {most, 1e18, 1e-15, 1e-19, 1e-23, least, least / 64, 0.0}) {
-      if (magnitude > most) continue;
+    const double largest = dtype == at::kHalf ? 6e4 : 3e38;
+    const double smallest = dtype == at::kHalf ? 6e-8 : 1e-38;
+    for (const double magnitude :
+         {largest, 1e18, 1e-15, 1e-19, 1e-23, smallest, smallest / 64, 0.0}) {
+      if (magnitude > largest) continue;
       const at::Tensor alone = at::randn({20003}, at::kDouble).clamp(-1, 1).mul(magnitude);
       at::Tensor mixed = alone.clone();
       mixed.slice(0, 0, 20003, 37).fill_(1e-3);
-      expect_same_summary({alone.to(dtype), mixed.to(dtype)}, 1.0F);
-      expect_same_summary({alone.to(dtype)}, 1.0F);
+      expect_same_grad_stats({alone.to(dtype), mixed.to(dtype)}, 1.0F);
+      expect_same_grad_stats({alone.to(dtype)}, 1.0F);
     }
   }
 }
 
-TEST_F(GradientsOnHost, SummariesOfMoreTensorsThanATableHolds) {
+TEST_F(GradientKernels, GradStatsMatchCpuForSeveralLaunches) {
   std::vector<at::Tensor> floats;
   for (int i = 0; i < 905; ++i) floats.push_back(at::randn({i % 23}));
   for (const auto& gradients : {many_gradients(110 * 4), floats}) {
-    expect_same_summary(gradients, 0.5F);
+    expect_same_grad_stats(gradients, 0.5F);
   }
 }
 
-struct ScaleStory {
-  mezzo::GradScalerOptions rule;
+struct ScaleCase {
+  mezzo::GradScalerOptions options;
   float scale;
 };
 
-TEST_F(GradientsOnHost, TheLossScaleGoesAsOnTheCpu) {
-  const std::vector<ScaleStory> stories{
+TEST_F(GradientKernels, ScaleUpdateMatchesCpu) {
+  const std::vector<ScaleCase> cases{
       {mezzo::GradScalerOptions::dynamic({.growth_interval = 3}), 65536.0F},
       {mezzo::GradScalerOptions::dynamic(
            {.growth_factor = 3, .growth_interval = 1, .hysteresis = 2}),
@@ -274,18 +275,19 @@ TEST_F(GradientsOnHost, TheLossScaleGoesAsOnTheCpu) {
       {mezzo::GradScalerOptions::dynamic(
            {.init_scale = 4, .growth_interval = 2, .min_scale = 0.5, .max_scale = 8}),
        4.0F}};
-  for (const ScaleStory& story : stories) {
-    const auto begin = [&] {
-      return mezzo::detail::ScaleTensors{
-          at::full({}, story.scale, at::kFloat), at::full({}, 1 / story.scale, at::kFloat),
-          at::zeros({}, at::kInt), at::full({}, story.rule.hysteresis, at::kInt)};
+  for (const ScaleCase& scale_case : cases) {
+    const auto make_tensors = [&] {
+      return mezzo::detail::ScaleTensors{at::full({}, scale_case.scale, at::kFloat),
+                                         at::full({}, 1 / scale_case.scale, at::kFloat),
+                                         at::zeros({}, at::kInt),
+                                         at::full({}, scale_case.options.hysteresis, at::kInt)};
     };
-    const auto cpu = begin();
-    const auto device = begin();
+    const auto cpu = make_tensors();
+    const auto device = make_tensors();
     for (const int found : {0, 0, 0, 1, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 0}) {
-      mezzo::detail::update_scale_(story.rule, cpu, scalar(found));
-      const cuda_emulation::On on;
-      mezzo::detail::update_scale_(story.rule, device, scalar(found));
+      mezzo::detail::update_scale_(scale_case.options, cpu, scalar(found));
+      const cuda_emulation::CpuDeviceGuard guard;
+      mezzo::detail::update_scale_(scale_case.options, device, scalar(found));
       EXPECT_THAT(device.scale, BitwiseEqual(cpu.scale));
       EXPECT_THAT(device.inverse, BitwiseEqual(cpu.inverse));
       EXPECT_TRUE(at::equal(device.growth_tracker, cpu.growth_tracker));
@@ -294,14 +296,14 @@ TEST_F(GradientsOnHost, TheLossScaleGoesAsOnTheCpu) {
   }
 }
 
-TEST_F(GradientsOnHost, GiveTheSameBitsInAHundredOrders) {
+TEST_F(GradientKernels, BitwiseIdenticalInAnyOrder) {
   std::vector<at::Tensor> gradients;
   for (const at::ScalarType dtype : {at::kFloat, at::kDouble}) {
     gradients.push_back(at::randn({9001}, at::kDouble).to(dtype));
   }
   gradients.push_back(at::randn({77}, at::kDouble).to(at::kHalf).narrow(0, 1, 70));
   gradients[1][9000] = kNan;
-  const cuda_emulation::On on;
+  const cuda_emulation::CpuDeviceGuard guard;
   const GradStats first = mezzo::detail::compute_grad_stats(gradients, scalar(0.25));
   for (uint64_t seed = 0; seed < 100; ++seed) {
     cuda_emulation::set_seed(seed);

@@ -1,4 +1,4 @@
-#include "host_device.h"
+#include "cuda_emulation.h"
 
 #include <sys/mman.h>
 
@@ -22,39 +22,40 @@
 namespace cuda_emulation {
 namespace {
 
-constexpr std::size_t kStackBytes = 128 * 1024;  // of which the system gives what is touched
-constexpr std::size_t kStackStride = kStackBytes + 4096 + 320;  // or all tops share a cache's set
+constexpr std::size_t kStackBytes = 128 * 1024;  // committed when touched
+constexpr std::size_t kStackStride =
+    kStackBytes + 4096 + 320;  // otherwise all tops share a cache set
 constexpr int kWarp = 32;
 constexpr int kMaxThreads = 1024;
 constexpr int64_t kMaxBlocks = 2147483647;
 
 #if defined(__x86_64__)
 
-// Leaves the registers that a callee saves on one stack and takes them from the other. (swapcontext
-// asks the system for its signal mask, which takes as long as a hundred of these.)
-extern "C" void mezzo_host_device_switch(void** from, void* to);
+// Saves callee-saved registers on one stack and restores them from the other. swapcontext also
+// makes a system call for the signal mask, which takes a hundred times as long.
+extern "C" void mezzo_switch_fiber(void** from, void* to);
 asm(".text\n"
-    ".type mezzo_host_device_switch,@function\n"
-    "mezzo_host_device_switch:\n"
+    ".type mezzo_switch_fiber,@function\n"
+    "mezzo_switch_fiber:\n"
     "  pushq %rbp\n  pushq %rbx\n  pushq %r12\n  pushq %r13\n  pushq %r14\n  pushq %r15\n"
     "  movq %rsp, (%rdi)\n"
     "  movq %rsi, %rsp\n"
     "  popq %r15\n  popq %r14\n  popq %r13\n  popq %r12\n  popq %rbx\n  popq %rbp\n"
     "  ret\n"
-    ".size mezzo_host_device_switch,.-mezzo_host_device_switch\n");
+    ".size mezzo_switch_fiber,.-mezzo_switch_fiber\n");
 
 struct Context {
   void* stack_pointer = nullptr;
 
   void prepare(char* stack, void (*entry)()) {
     auto* top = reinterpret_cast<uint64_t*>(stack + kStackBytes);
-    *--top = 0;  // where entry would return to; and 16-byte alignment
-    *--top = reinterpret_cast<uint64_t>(entry);  // where the switch returns to
+    *--top = 0;                                  // return address of entry; 16-byte alignment
+    *--top = reinterpret_cast<uint64_t>(entry);  // return address of the switch
     for (int i = 0; i < 6; ++i) *--top = 0;
     stack_pointer = top;
   }
   static void change(Context& from, Context& to) {
-    mezzo_host_device_switch(&from.stack_pointer, to.stack_pointer);
+    mezzo_switch_fiber(&from.stack_pointer, to.stack_pointer);
   }
 };
 
@@ -75,14 +76,14 @@ struct Context {
 
 #endif
 
-/// Thrown in a thread of a block that failed, to unwind its stack.
-struct Abandoned {};
+/// Unwinds the stacks of threads of a failed block.
+struct BlockAborted {};
 
-std::string place_of(const std::source_location& where) {
+std::string to_string(const std::source_location& where) {
   return std::string(where.file_name()) + ":" + std::to_string(where.line());
 }
 
-bool is_same_place(const std::source_location& a, const std::source_location& b) {
+bool is_same_location(const std::source_location& a, const std::source_location& b) {
   return a.line() == b.line() && std::strcmp(a.file_name(), b.file_name()) == 0;
 }
 
@@ -96,13 +97,13 @@ struct Thread {
   int lanes = 0;
 };
 
-/// The stacks of a system's thread, which blocks use one after the other.
+/// Fiber stacks of a host thread, reused by its blocks.
 class Stacks {
  public:
   Stacks()
       : memory_(static_cast<char*>(mmap(nullptr, kBytes, PROT_READ | PROT_WRITE,
                                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0))) {
-    if (memory_ == MAP_FAILED) throw std::runtime_error("no memory for the stacks of a block");
+    if (memory_ == MAP_FAILED) throw std::runtime_error("mmap of fiber stacks failed");
   }
   ~Stacks() { munmap(memory_, kBytes); }
   Stacks(const Stacks&) = delete;
@@ -135,21 +136,21 @@ class Block {
       if (ready_.empty()) release_block();
       if (failure_ == nullptr) resume(next());
     }
-    abandon();
+    abort();
     current_block = nullptr;
     if (failure_ != nullptr) std::rethrow_exception(failure_);
   }
 
-  int wait_for_block(int flag, const std::source_location& where) {
+  int block_barrier(int flag, const std::source_location& where) {
     any_flag_ = any_flag_ || flag != 0;
     wait(State::at_barrier, where);
     return released_flag_ ? 1 : 0;
   }
 
-  uint64_t wait_for_warp(unsigned mask, uint64_t word, int lanes,
-                         const std::source_location& where) {
+  uint64_t warp_shuffle(unsigned mask, uint64_t word, int lanes,
+                        const std::source_location& where) {
     if (mask != 0xFFFFFFFFU)
-      throw Fault("a shuffle with another mask than all lanes: " + place_of(where));
+      throw Fault("a shuffle with another mask than all lanes: " + to_string(where));
     Thread& self = thread(running_);
     self.word = word;
     self.lanes = lanes;
@@ -207,7 +208,7 @@ class Block {
     const int number = running_;
     try {
       work_();
-    } catch (const Abandoned&) {
+    } catch (const BlockAborted&) {
     } catch (...) {
       if (failure_ == nullptr) failure_ = std::current_exception();
     }
@@ -221,19 +222,19 @@ class Block {
     self.state = state;
     self.where = where;
     leave(number);
-    if (is_abandoned_) throw Abandoned();
+    if (is_aborted_) throw BlockAborted();
   }
 
-  /// Where all lanes are there.
+  /// Executes the shuffle if all lanes of the warp have reached it.
   void release_warp(int warp) {
     const int first = warp * kWarp;
-    if (first + kWarp > size()) return;  // lanes are missing
+    if (first + kWarp > size()) return;  // an incomplete warp
     const Thread& model = thread(first);
     for (int i = first; i < first + kWarp; ++i) {
       const Thread& other = thread(i);
-      const bool is_there = other.state == State::at_shuffle && other.lanes == model.lanes &&
-                            is_same_place(other.where, model.where);
-      if (!is_there) return;
+      const bool has_arrived = other.state == State::at_shuffle && other.lanes == model.lanes &&
+                               is_same_location(other.where, model.where);
+      if (!has_arrived) return;
     }
     uint64_t words[kWarp];
     for (int i = 0; i < kWarp; ++i) words[i] = thread(first + i).word;
@@ -245,15 +246,16 @@ class Block {
     }
   }
 
-  /// Nobody can run: the whole block waits at one barrier, or never goes on.
+  /// Called if no thread can run: all must wait at one barrier, otherwise the block is deadlocked.
   void release_block() {
     int waiting = 0;
     while (thread(waiting).state == State::ended) ++waiting;
     const Thread& model = thread(waiting);
     for (int i = 0; i < size(); ++i) {
       const Thread& other = thread(i);
-      const bool is_there = other.state == model.state && is_same_place(other.where, model.where);
-      if (!is_there) return fail(i, waiting);
+      const bool has_arrived =
+          other.state == model.state && is_same_location(other.where, model.where);
+      if (!has_arrived) return fail(i, waiting);
     }
     if (model.state == State::at_shuffle) return fail(waiting, waiting);
     released_flag_ = std::exchange(any_flag_, false);
@@ -266,21 +268,21 @@ class Block {
   }
 
   void fail(int number, int other) {
-    const auto said = [&](int i) {
+    const auto describe = [&](int i) {
       const Thread& one = thread(i);
-      const std::string who = "thread " + std::to_string(i);
-      if (one.state == State::ended) return who + " has ended";
-      return who + (one.state == State::at_barrier ? " waits at the barrier " : " shuffles at ") +
-             place_of(one.where);
+      const std::string name = "thread " + std::to_string(i);
+      if (one.state == State::ended) return name + " has ended";
+      return name + (one.state == State::at_barrier ? " waits at the barrier " : " shuffles at ") +
+             to_string(one.where);
     };
-    failure_ =
-        std::make_exception_ptr(Fault("block " + std::to_string(number_) +
-                                      " never goes on: " + said(number) + ", " + said(other)));
+    failure_ = std::make_exception_ptr(Fault("block " + std::to_string(number_) +
+                                             " is deadlocked: " + describe(number) + ", " +
+                                             describe(other)));
   }
 
-  /// Unwinds the stacks of a failed block's threads, but for those that never began.
-  void abandon() {
-    is_abandoned_ = true;
+  /// Unwinds the stacks of a failed block's threads that began.
+  void abort() {
+    is_aborted_ = true;
     for (int i = 0; i < size(); ++i) {
       if (thread(i).where.line() != 0 && thread(i).state != State::ended) resume(i);
     }
@@ -297,7 +299,7 @@ class Block {
   int ended_ = 0;
   bool any_flag_ = false;
   bool released_flag_ = false;
-  bool is_abandoned_ = false;
+  bool is_aborted_ = false;
   std::exception_ptr failure_;
 #if defined(__SANITIZE_ADDRESS__)
   const void* scheduler_stack_ = nullptr;
@@ -310,14 +312,14 @@ struct SharedMemory {
   std::size_t bytes;
 };
 
-/// What the kernels that ran on this system's thread have.
+/// Shared memory of all kernels that ran on this host thread.
 std::vector<SharedMemory>& shared_memories() {
   static thread_local std::vector<SharedMemory> memories;
   return memories;
 }
 
 uint64_t current_seed = 1;
-bool is_device_on = false;
+bool cpu_is_device = false;
 
 std::map<std::string, int64_t>& all_launches() {
   static std::map<std::string, int64_t> launches;
@@ -327,35 +329,35 @@ std::map<std::string, int64_t>& all_launches() {
 }  // namespace
 
 void set_seed(uint64_t seed) { current_seed = seed; }
-void set_is_on(bool on) { is_device_on = on; }
+void set_cpu_is_device(bool on) { cpu_is_device = on; }
 bool supports(c10::Device device) {
   static const char* const kernels = std::getenv("MEZZO_TEST_KERNELS");
   static const bool is_aten = kernels != nullptr && std::strcmp(kernels, "aten") == 0;
-  return (device.is_privateuseone() && !is_aten) || (device.is_cpu() && is_device_on);
+  return (device.is_privateuseone() && !is_aten) || (device.is_cpu() && cpu_is_device);
 }
 const std::map<std::string, int64_t>& launches() { return all_launches(); }
 
 int64_t& register_kernel(const char* name) { return all_launches()[name]; }
 
-void add_shared(void* memory, std::size_t bytes) {
+void register_shared(void* memory, std::size_t bytes) {
   std::memset(memory, 0xFF, bytes);
   shared_memories().push_back({memory, bytes});
 }
 
-void remove_shared(void* memory) {
+void unregister_shared(void* memory) {
   std::erase_if(shared_memories(),
                 [memory](const SharedMemory& shared) { return shared.memory == memory; });
 }
 
-int wait_for_block(int flag, const std::source_location& where) {
-  return current_block->wait_for_block(flag, where);
+int block_barrier(int flag, const std::source_location& where) {
+  return current_block->block_barrier(flag, where);
 }
 
-uint64_t wait_for_warp(unsigned mask, uint64_t word, int lanes, const std::source_location& where) {
-  return current_block->wait_for_warp(mask, word, lanes, where);
+uint64_t warp_shuffle(unsigned mask, uint64_t word, int lanes, const std::source_location& where) {
+  return current_block->warp_shuffle(mask, word, lanes, where);
 }
 
-void run_blocks(int64_t blocks, int threads, const std::function<void()>& thread) {
+void run_grid(int64_t blocks, int threads, const std::function<void()>& thread) {
   if (blocks < 1 || blocks > kMaxBlocks || threads < 1 || threads > kMaxThreads) {
     throw Fault("a launch of " + std::to_string(blocks) + " blocks of " + std::to_string(threads) +
                 " threads");

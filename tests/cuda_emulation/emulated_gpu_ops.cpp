@@ -1,4 +1,4 @@
-// What ATen computes on the devices: the CPU's kernels, from the queue.
+// ATen ops of the emulated GPUs: CPU kernels, run from the queue.
 
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
@@ -16,15 +16,15 @@
 #include <utility>
 #include <vector>
 
-#include "host_gpu.h"
-#include "host_gpu_queue.h"
+#include "emulated_gpu.h"
+#include "emulated_gpu_queue.h"
 
 namespace emulated_gpu {
 namespace {
 
 using Stack = torch::jit::Stack;
 
-/// The same memory as a tensor of the CPU's, which nobody owns.
+/// Returns a non-owning CPU tensor of the same memory.
 at::Tensor alias_of(const at::Tensor& tensor) {
   const auto options = at::TensorOptions().dtype(tensor.scalar_type()).device(at::kCPU);
   void* const data = const_cast<void*>(tensor.const_data_ptr());
@@ -38,7 +38,7 @@ void run_on_cpu(const c10::OperatorHandle& op, Stack& stack) {
   op.callBoxed(&stack);
 }
 
-/// Calls `change` for each tensor of a call's arguments.
+/// Calls `change` for each tensor argument of a call.
 template <class Change>
 void for_each_tensor(c10::IValue& value, const Change& change) {
   if (value.isTensor()) {
@@ -59,7 +59,7 @@ void for_each_tensor(c10::IValue& value, const Change& change) {
   }
 }
 
-/// A call with CPU arguments. Numbers and indices on the host are copied when the call is made.
+/// A call with CPU arguments. Host scalars and indices are copied when the call is made.
 Stack on_cpu(const c10::OperatorHandle& op, Stack arguments, std::optional<c10::Device>& device) {
   for (c10::IValue& argument : arguments) {
     for_each_tensor(argument, [&](const at::Tensor& tensor) {
@@ -80,7 +80,7 @@ Stack on_cpu(const c10::OperatorHandle& op, Stack arguments, std::optional<c10::
   return arguments;
 }
 
-/// What a call of `op` gives, as far as that does not depend on values.
+/// Returns the metadata of the results of `op`, if it does not depend on values.
 Stack shapes_of(const c10::OperatorHandle& op, Stack arguments) {
   for (c10::IValue& argument : arguments) {
     for_each_tensor(argument, [](const at::Tensor& tensor) {
@@ -115,7 +115,7 @@ void resize_outputs(const c10::OperatorHandle& op, const Stack& arguments, const
   }
 }
 
-/// Every op that the device has no kernel of its own for.
+/// Fallback for all ops without a kernel of the device.
 void compute(const c10::OperatorHandle& op, Stack* stack) {
   const auto& schema = op.schema();
   const std::size_t count = schema.arguments().size();
@@ -213,7 +213,7 @@ void copy_now(const at::Tensor& to, const at::Tensor& from) {
 void copy_from_host(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   const c10::Stream stream = current_stream(to.device());
   const bool is_late = is_pinned(from.const_data_ptr());
-  if (!is_late && capture_of(stream) != 0) throw Fault("a copy of pageable memory in a capture");
+  if (!is_late && capture_id_of(stream) != 0) throw Fault("a copy of pageable memory in a capture");
   const at::Tensor source = is_late ? alias_of(from) : from.clone();
   std::vector<const void*> pinned;
   if (is_late) pinned.push_back(from.const_data_ptr());
@@ -226,7 +226,7 @@ void copy_from_host(const at::Tensor& from, const at::Tensor& to, bool non_block
 void copy_to_host(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   const c10::Stream stream = current_stream(from.device());
   const bool is_late = non_blocking && is_pinned(to.const_data_ptr());
-  if (!is_late && capture_of(stream) != 0) throw Fault("a copy to pageable memory in a capture");
+  if (!is_late && capture_id_of(stream) != 0) throw Fault("a copy to pageable memory in a capture");
   const auto copy = [source = alias_of(from), target = alias_of(to)] { copy_now(target, source); };
   std::vector<const void*> pinned;
   if (is_late) pinned.push_back(to.const_data_ptr());
@@ -259,7 +259,7 @@ void record_stream(at::Tensor& tensor, at::Stream stream) {
   record_use(tensor.storage().data_ptr(), stream);
 }
 
-/// Lets a module move to the device in place.
+/// Permits moving a module to the device in place.
 bool has_compatible_type(const at::Tensor& self, const at::Tensor& from) {
   return self.layout() == at::kStrided && from.layout() == at::kStrided;
 }

@@ -1,5 +1,5 @@
-// The devices' memory and pinned memory, none of which is ever given back to the system: what is
-// used too late is seen, and harms nobody else.
+// Device memory and pinned memory. Nothing is returned to the system, so that a use after free is
+// detected and harmless.
 
 #include <algorithm>
 #include <cstddef>
@@ -11,14 +11,14 @@
 #include <utility>
 #include <vector>
 
-#include "host_gpu.h"
-#include "host_gpu_queue.h"
+#include "emulated_gpu.h"
+#include "emulated_gpu_queue.h"
 
 namespace emulated_gpu {
 namespace {
 
 constexpr std::size_t kAlignment = 512;
-constexpr std::size_t kEnd = 64;  // bytes behind each block that nobody may write
+constexpr std::size_t kEnd = 64;  // guard bytes after each block
 constexpr int kNobodys = 0xAB;
 constexpr int kNan = 0xFF;
 
@@ -29,8 +29,8 @@ struct Block {
   std::size_t bytes;
   c10::Stream stream;
   uint64_t capture;
-  std::set<c10::StreamId> users;                // others than its own stream
-  std::vector<std::function<bool()>> are_done;  // once it is freed
+  std::set<c10::StreamId> users;                // besides its own stream
+  std::vector<std::function<bool()>> are_done;  // queries of its streams, after it was freed
 
   Pool pool() const { return {stream.device_index(), stream.id(), capture}; }
 };
@@ -75,7 +75,7 @@ class DeviceMemory final : public c10::Allocator {
   }
 
   Block* take(const c10::Stream& stream, std::size_t bytes) {
-    const uint64_t capture = capture_of(stream);
+    const uint64_t capture = capture_id_of(stream);
     std::vector<Block*>& free = free_[{stream.device_index(), stream.id(), capture}];
     for (auto at = free.rbegin(); at != free.rend(); ++at) {
       if ((*at)->bytes != bytes) continue;
@@ -94,7 +94,7 @@ class DeviceMemory final : public c10::Allocator {
     const std::lock_guard lock(mutex());
     for (const c10::StreamId user : block->users) {
       block->are_done.push_back(
-          when_done(c10::Stream(c10::Stream::UNSAFE, block->stream.device(), user)));
+          make_query(c10::Stream(c10::Stream::UNSAFE, block->stream.device(), user)));
     }
     block->users.clear();
     if (!block->are_done.empty()) {
@@ -105,7 +105,7 @@ class DeviceMemory final : public c10::Allocator {
   }
 
   void take_back(Block* block) {
-    const bool is_replayed = block->capture != 0 || capture_of(block->stream) != 0;
+    const bool is_replayed = block->capture != 0 || capture_id_of(block->stream) != 0;
     if (!is_replayed) {
       enqueue(
           block->stream, [block] { std::memset(block->memory, kNan, block->bytes); }, Kind::poison);
@@ -133,7 +133,7 @@ class PinnedMemory final : public at::HostAllocator {
  public:
   c10::DataPtr allocate(std::size_t bytes) override {
     const std::lock_guard lock(mutex());
-    forbid_in_capture("memory is pinned");
+    check_not_capturing("memory is pinned");
     auto* const memory = static_cast<char*>(std::malloc(bytes + 1));
     all_[memory] = {bytes + 1, false, {}, {}};
     return {memory, memory, &PinnedMemory::free, c10::kCPU};
@@ -158,8 +158,8 @@ class PinnedMemory final : public at::HostAllocator {
     static auto* const memory = new PinnedMemory;
     return *memory;
   }
-  /// Begin and bytes of the allocation around `memory`, if it still is one: nobody freed it, or it
-  /// was freed while a stream that was recorded used it.
+  /// Returns begin and size of the allocation that contains `memory`, if it was not freed, or freed
+  /// while a recorded stream used it.
   std::pair<char*, std::size_t> block_of(const void* memory) const {
     auto at = all_.upper_bound(const_cast<char*>(static_cast<const char*>(memory)));
     if (at == all_.begin()) return {nullptr, 0};
@@ -177,7 +177,7 @@ class PinnedMemory final : public at::HostAllocator {
     std::size_t bytes;
     bool is_freed;
     std::set<std::pair<c10::DeviceIndex, c10::StreamId>> users;
-    std::vector<std::function<bool()>> are_done;  // once it is freed
+    std::vector<std::function<bool()>> are_done;  // queries of its streams, after it was freed
   };
 
   static void free(void* memory) {
@@ -185,7 +185,8 @@ class PinnedMemory final : public at::HostAllocator {
     Allocation& allocation = the().all_.at(static_cast<char*>(memory));
     allocation.is_freed = true;
     for (const auto& [index, id] : allocation.users) {
-      allocation.are_done.push_back(when_done(c10::Stream(c10::Stream::UNSAFE, device(index), id)));
+      allocation.are_done.push_back(
+          make_query(c10::Stream(c10::Stream::UNSAFE, device(index), id)));
     }
   }
 
@@ -210,6 +211,6 @@ void record_use(const c10::DataPtr& memory, const c10::Stream& stream) {
   if (block->stream != stream) block->users.insert(stream.id());
 }
 
-void check_ends_of_memory() { DeviceMemory::the().check_ends(); }
+void check_guard_bytes() { DeviceMemory::the().check_ends(); }
 
 }  // namespace emulated_gpu

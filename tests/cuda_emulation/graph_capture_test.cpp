@@ -1,5 +1,5 @@
-// Whole training steps on GPUs that the host plays (host_gpu.h), captured into graphs and replayed,
-// alone and between others, with the same training on the CPU beside them.
+// Training steps on emulated GPUs (emulated_gpu.h), eager and captured into graphs, against the
+// same training on the CPU.
 
 #include <mezzo/kernels/compute_grad_stats.h>
 #include <mezzo/kernels/kernel_dispatch.h>
@@ -26,7 +26,7 @@
 #include "../support/special_values.h"
 #include "../support/training.h"
 #include "../support/warning_recorder.h"
-#include "host_gpu.h"
+#include "emulated_gpu.h"
 
 namespace {
 
@@ -37,16 +37,16 @@ using test_support::message_of;
 using test_support::TrainingOptions;
 using testing::HasSubstr;
 
-/// In many orders of what the streams do.
-class Captures : public testing::TestWithParam<uint64_t> {
+/// The parameter seeds the order of the streams' work.
+class GraphCapture : public testing::TestWithParam<uint64_t> {
  protected:
   void SetUp() override { emulated_gpu::begin(GetParam()); }
   void TearDown() override { emulated_gpu::run_all(); }
 };
 
-INSTANTIATE_TEST_SUITE_P(Orders, Captures, testing::Range(uint64_t{0}, uint64_t{3}));
+INSTANTIATE_TEST_SUITE_P(Orders, GraphCapture, testing::Range(uint64_t{0}, uint64_t{3}));
 
-/// Whose making has run: tests go on on streams of their own.
+/// A Training whose construction has completed, so that tests may use other streams.
 struct Training : test_support::Training {
   explicit Training(at::Device device, const TrainingOptions& options = {})
       : test_support::Training(device, options) {
@@ -55,7 +55,7 @@ struct Training : test_support::Training {
 };
 
 // The code of docs/cuda.md.
-TEST_P(Captures, NeedAStreamOfTheirOwn) {
+TEST_P(GraphCapture, ThrowsOnDefaultStream) {
   Training training(emulated_gpu::device());
   (void)training.iterate();
   emulated_gpu::run_all();
@@ -72,7 +72,7 @@ TEST_P(Captures, NeedAStreamOfTheirOwn) {
 }
 
 // In the default capture mode, an event query invalidates a capture of another thread.
-TEST_P(Captures, ResultsAreAskedWhileAnotherThreadCaptures) {
+TEST_P(GraphCapture, ReadsResultDuringAnotherThreadsCapture) {
   Training training(emulated_gpu::device());
   const mezzo::StepResult asked = training.iterate(), awaited = training.iterate();
   const c10::StreamGuard stream(emulated_gpu::new_stream());
@@ -88,8 +88,8 @@ TEST_P(Captures, ResultsAreAskedWhileAnotherThreadCaptures) {
   emulated_gpu::run_all();
 }
 
-// The host does not see the replays of a captured scale().
-TEST_P(Captures, EagerStepsAfterAReplayedScaleDoNotWarn) {
+// Replays of a captured scale() do not notify the host.
+TEST_P(GraphCapture, EagerStepAfterReplayDoesNotWarn) {
   const at::Tensor ones = at::ones({3}, at::device(emulated_gpu::device()));
   const at::Tensor x = at::ones({3}, at::device(emulated_gpu::device())).requires_grad_();
   mezzo::optim::SGD optimizer({x}, 0.1);
@@ -111,7 +111,7 @@ TEST_P(Captures, EagerStepsAfterAReplayedScaleDoNotWarn) {
   emulated_gpu::run_all();
 }
 
-/// More parameters than a table holds: it is copied to the device.
+/// More parameters than one launch holds.
 const TrainingOptions kManyParameters{.parameters = 301, .elements = 1};
 
 std::vector<TrainingOptions> all_options() {
@@ -141,7 +141,7 @@ std::vector<TrainingOptions> all_options() {
   return all;
 }
 
-/// A captured step, and what it says.
+/// A captured step and its result.
 class CapturedStep {
  public:
   explicit CapturedStep(Training& training) {
@@ -156,36 +156,36 @@ class CapturedStep {
   std::optional<mezzo::StepResult> result_;
 };
 
-/// The same on the CPU and on a GPU, whose steps are taken this way or that.
+/// The same training on the CPU and on a GPU, with eager and replayed steps.
 class Pair {
  public:
-  /// With `asks_at_once` the host waits for what each step says, and otherwise for none until the
-  /// end.
-  Pair(const TrainingOptions& options, bool asks_at_once)
+  /// \param reads_results  whether the host reads each result at once; otherwise at the end
+  Pair(const TrainingOptions& options, bool reads_results)
       : cpu_(at::kCPU, options),
         gpu_(emulated_gpu::device(), options),
-        asks_at_once_(asks_at_once) {}
+        reads_results_(reads_results) {}
 
   Training& gpu() { return gpu_; }
 
   void eager(float value) {
     fill(value);
-    of_cpu_.push_back(cpu_.iterate());
-    of_gpu_.push_back(gpu_.iterate());
-    if (asks_at_once_) expect_same(of_gpu_.back(), of_cpu_.back());
+    cpu_results_.push_back(cpu_.iterate());
+    gpu_results_.push_back(gpu_.iterate());
+    if (reads_results_) expect_same(gpu_results_.back(), cpu_results_.back());
   }
   void replay(CapturedStep& step, float value) {
     fill(value);
     last_replay_ = cpu_.iterate();
     step.replay();
-    if (asks_at_once_) expect_same(step.result(), *last_replay_);
+    if (reads_results_) expect_same(step.result(), *last_replay_);
   }
 
-  /// Of eager steps all, however late they are asked; of replays the last.
-  void expect_same_so_far(const CapturedStep& last) {
+  /// Compares all eager results and the last replayed one.
+  void expect_same_results(const CapturedStep& last) {
     expect_same(last.result(), *last_replay_);
     expect_same(gpu_, cpu_);
-    for (std::size_t i = 0; i < of_cpu_.size(); ++i) expect_same(of_gpu_[i], of_cpu_[i]);
+    for (std::size_t i = 0; i < cpu_results_.size(); ++i)
+      expect_same(gpu_results_[i], cpu_results_[i]);
   }
 
  private:
@@ -196,17 +196,17 @@ class Pair {
 
   Training cpu_;
   Training gpu_;
-  bool asks_at_once_;
-  std::vector<mezzo::StepResult> of_cpu_;  // of eager steps
-  std::vector<mezzo::StepResult> of_gpu_;
+  bool reads_results_;
+  std::vector<mezzo::StepResult> cpu_results_;  // of eager steps
+  std::vector<mezzo::StepResult> gpu_results_;
   std::optional<mezzo::StepResult> last_replay_;
 };
 
-void expect_the_cpus_steps(const TrainingOptions& options) {
-  for (const bool asks_at_once : {true, false}) {
-    Pair pair(options, asks_at_once);
+void expect_cpu_results(const TrainingOptions& options) {
+  for (const bool reads_results : {true, false}) {
+    Pair pair(options, reads_results);
     {
-      // As libtorch's documentation has it: warm up on a stream of its own, and wait for it.
+      // As in libtorch's documentation: warm up on a side stream, and synchronize.
       const c10::StreamGuard warm_up(emulated_gpu::new_stream());
       pair.eager(1.0F);
       emulated_gpu::run_all();
@@ -223,26 +223,26 @@ void expect_the_cpus_steps(const TrainingOptions& options) {
     pair.replay(a, 3.0F);
     pair.eager(kInfinity);
     pair.replay(b, 0.25F);
-    pair.expect_same_so_far(b);
+    pair.expect_same_results(b);
   }
 }
 
-TEST_P(Captures, EagerStepsAndReplaysInAnyOrderAreTheCpusSteps) {
-  for (const TrainingOptions& options : all_options()) expect_the_cpus_steps(options);
+TEST_P(GraphCapture, MixedEagerStepsAndReplaysMatchCpu) {
+  for (const TrainingOptions& options : all_options()) expect_cpu_results(options);
 }
 
-TEST(CapturesOfManyParameters, HaveTablesOfTheirOwn) {
+TEST(GraphCaptureManyParameters, MatchesCpu) {
   emulated_gpu::begin(1);
-  expect_the_cpus_steps(kManyParameters);
+  expect_cpu_results(kManyParameters);
 }
 
-TEST_P(Captures, OfManyCountersCountEachOnce) {
+TEST_P(GraphCapture, IncrementsManyStepCountsOnce) {
   const c10::StreamGuard stream(emulated_gpu::new_stream());
   const at::Tensor counts = at::zeros({4001}, at::device(emulated_gpu::device()).dtype(at::kFloat));
-  std::vector<float*> counters;
-  for (int i = 0; i < 4001; ++i) counters.push_back(counts.mutable_data_ptr<float>() + i);
+  std::vector<float*> state_steps;
+  for (int i = 0; i < 4001; ++i) state_steps.push_back(counts.mutable_data_ptr<float>() + i);
   const auto count = [&] {
-    mezzo::detail::cuda_kernels()->increment_state_steps_(emulated_gpu::device(), counters,
+    mezzo::detail::cuda_kernels()->increment_state_steps_(emulated_gpu::device(), state_steps,
                                                           nullptr);
   };
   emulated_gpu::Graph graph;
@@ -253,8 +253,8 @@ TEST_P(Captures, OfManyCountersCountEachOnce) {
   EXPECT_TRUE(at::equal(counts.cpu(), at::full({4001}, 2.0F)));
 }
 
-TEST_P(Captures, WithoutAWarmUpAreRefused) {
-  const auto refuses = [](Training& training) {
+TEST_P(GraphCapture, ThrowsWithoutWarmUp) {
+  const auto expect_throws = [](Training& training) {
     emulated_gpu::Graph graph;
     const c10::StreamGuard stream(emulated_gpu::new_stream());
     EXPECT_THAT(message_of([&] { emulated_gpu::capture(graph, [&] { training.iterate(); }); }),
@@ -262,21 +262,21 @@ TEST_P(Captures, WithoutAWarmUpAreRefused) {
   };
   for (const TrainingOptions& options : all_options()) {
     Training cold(emulated_gpu::device(), options);
-    refuses(cold);
-    (void)cold.scaler().scale(cold.input);  // there is a scale now, and no state
-    refuses(cold);
+    expect_throws(cold);
+    (void)cold.scaler().scale(cold.input);  // creates the scale, not the state
+    expect_throws(cold);
     Training warm(emulated_gpu::device(), options);
     warm.iterate();
     warm.optimizer().set_lr_factors({1.0, 0.5});
-    refuses(warm);
-    if (options.unscales) warm.scaler().update();  // ends the iteration that was refused
+    expect_throws(warm);
+    if (options.unscales) warm.scaler().update();  // ends the iteration that threw
     warm.iterate();
     warm.optimizer().state().clear();
-    refuses(warm);
+    expect_throws(warm);
   }
 }
 
-TEST_P(Captures, TheOutcomeOfACapturedStepIsARepeatedQuestion) {
+TEST_P(GraphCapture, CapturedResultFollowsLastReplay) {
   Training gpu(emulated_gpu::device());
   const c10::StreamGuard stream(emulated_gpu::new_stream());
   const mezzo::StepResult eager = gpu.iterate();
@@ -285,7 +285,7 @@ TEST_P(Captures, TheOutcomeOfACapturedStepIsARepeatedQuestion) {
   emulated_gpu::capture(graph, [&] {
     result = gpu.iterate();
     EXPECT_FALSE(result->ready());
-    (void)eager.ready();  // asks for no event now
+    (void)eager.ready();  // must not query an event
     EXPECT_THAT(message_of([&] { (void)result->applied(); }),
                 HasSubstr("while a CUDA graph is being captured"));
   });
@@ -294,13 +294,13 @@ TEST_P(Captures, TheOutcomeOfACapturedStepIsARepeatedQuestion) {
     gpu.input.fill_(value);
     graph.replay();
     EXPECT_EQ(result->applied(), value != kInfinity);
-    EXPECT_EQ(result->applied(), value != kInfinity) << "asked twice";
-    EXPECT_FALSE(result->ready()) << "the host hears nothing of replays";
+    EXPECT_EQ(result->applied(), value != kInfinity) << "second query";
+    EXPECT_FALSE(result->ready()) << "replays do not notify the host";
   }
   EXPECT_TRUE(eager.applied());
 }
 
-TEST_P(Captures, CountsThatTheHostKeptGoOnOnTheDevice) {
+TEST_P(GraphCapture, HostStepCountsContinueOnDevice) {
   Training gpu(emulated_gpu::device());
   Training cpu(at::kCPU);
   for (Training* training : {&gpu, &cpu}) {
@@ -311,18 +311,18 @@ TEST_P(Captures, CountsThatTheHostKeptGoOnOnTheDevice) {
   EXPECT_EQ(gpu.applied_steps(), 3);
 }
 
-/// What a step and its update ask of a device, once the state is made.
-struct Asked {
+/// Launches and argument bytes of a step and its update, after the state was created.
+struct LaunchCounts {
   const char* what;
   TrainingOptions options;
   int64_t launches;
   int64_t argument_bytes;
 };
-const std::vector<Asked> kAsked = {
+const std::vector<LaunchCounts> kLaunchCounts = {
     {"3 tensors", {}, 6, 40800},
-    {"3 tensors, whose skips are told", {.has_skip_callback = true}, 6, 40800},
+    {"3 tensors with on_skip", {.has_skip_callback = true}, 6, 40800},
     {"3 tensors, after unscale_", {.unscales = true}, 7, 49224},
-    {"3 tensors of bfloat16 with masters",
+    {"3 bfloat16 tensors with masters",
      {.dtype = at::kBFloat16,
       .weights = {.weight_storage = mezzo::optim::WeightStorage::fp32_master}},
      6,
@@ -330,8 +330,8 @@ const std::vector<Asked> kAsked = {
     {"301 tensors", kManyParameters, 8, 77536},
 };
 
-TEST_P(Captures, AStepAsksForTheLaunchesThatDocsCudaMdSaysAndForNoCopy) {
-  for (const Asked& expected : kAsked) {
+TEST_P(GraphCapture, StepLaunchesMatchDocsWithoutCopies) {
+  for (const LaunchCounts& expected : kLaunchCounts) {
     SCOPED_TRACE(expected.what);
     Training gpu(emulated_gpu::device(), expected.options);
     const c10::StreamGuard stream(emulated_gpu::new_stream());
@@ -344,54 +344,54 @@ TEST_P(Captures, AStepAsksForTheLaunchesThatDocsCudaMdSaysAndForNoCopy) {
     EXPECT_EQ(after.argument_bytes - before.argument_bytes, expected.argument_bytes);
     EXPECT_EQ(after.copies_to_host - before.copies_to_host, 0);
     EXPECT_EQ(after.copies_from_host - before.copies_from_host, 0);
-    EXPECT_EQ(after.waits - before.waits, 0);
+    EXPECT_EQ(after.syncs - before.syncs, 0);
     const CapturedStep step(gpu);
     EXPECT_EQ(step.graph().launches(), expected.launches);
   }
 }
 
-// The letter's memory is another's only when its kernel has run.
-TEST_P(Captures, AScalerMayEndBeforeItsLetterHasCome) {
+// Pinned memory is reused only after its kernel has run.
+TEST_P(GraphCapture, ScalerMayEndBeforeResultIsReady) {
   auto gpu = std::make_unique<Training>(emulated_gpu::device());
   const c10::StreamGuard stream(emulated_gpu::new_stream());
-  (void)gpu->iterate();  // makes the state
-  const emulated_gpu::Held held(stream.current_stream());
+  (void)gpu->iterate();  // creates the state
+  const emulated_gpu::StreamBlocker held(stream.current_stream());
   (void)gpu->iterate();
   gpu = nullptr;
 }
 
-TEST_P(Captures, AResultWaitsForItsLetterAndNotForTheDevice) {
+TEST_P(GraphCapture, ResultWaitsForItsEventOnly) {
   Training gpu(emulated_gpu::device());
   const c10::Stream other = emulated_gpu::new_stream();
-  const emulated_gpu::Held held(other);
+  const emulated_gpu::StreamBlocker held(other);
   EXPECT_TRUE(gpu.iterate().applied());
   gpu.input.fill_(kInfinity);
   EXPECT_FALSE(gpu.iterate().applied());
 }
 
-TEST_P(Captures, TheAddressOfALetterIsAskedForOnce) {
+TEST_P(GraphCapture, LooksUpDeviceAddressOnce) {
   Training gpu(emulated_gpu::device());
   const int before = cuda_emulation::address_lookups;
   for (int i = 0; i < 20; ++i) EXPECT_TRUE(gpu.iterate().applied());
-  EXPECT_LE(cuda_emulation::address_lookups - before, 3) << "no more than there are letters";
+  EXPECT_LE(cuda_emulation::address_lookups - before, 3) << "one per pinned buffer";
 }
 
-TEST_P(Captures, AResultThatIsKeptIsThatOfItsStep) {
+TEST_P(GraphCapture, StoredResultReportsItsStep) {
   Training gpu(emulated_gpu::device());
   gpu.scaler().on_skip(nullptr);
-  std::vector<std::pair<mezzo::StepResult, float>> kept;
+  std::vector<std::pair<mezzo::StepResult, float>> results;
   for (const float value : {1.0F, kInfinity, 2.0F, kInfinity, kInfinity, 3.0F}) {
     gpu.input.fill_(value);
     const auto scale = static_cast<float>(gpu.scaler().get_scale());
-    kept.emplace_back(gpu.iterate(), scale);
-    for (int i = 0; i < 3; ++i) (void)gpu.iterate();  // whose results nobody keeps
-    EXPECT_EQ(kept.back().first.found_inf(), value == kInfinity);
+    results.emplace_back(gpu.iterate(), scale);
+    for (int i = 0; i < 3; ++i) (void)gpu.iterate();  // results not stored
+    EXPECT_EQ(results.back().first.found_inf(), value == kInfinity);
   }
-  for (const auto& [result, scale] : kept) EXPECT_EQ(result.scale(), scale);
+  for (const auto& [result, scale] : results) EXPECT_EQ(result.scale(), scale);
 }
 
-/// Averages of a training's weights, as doubles of the CPU.
-at::Tensor averages_of(const mezzo::Ema& ema) {
+/// Returns all averages as one float64 CPU tensor.
+at::Tensor cat_averages(const mezzo::Ema& ema) {
   std::vector<at::Tensor> all;
   for (const at::Tensor& average : ema.averages()) {
     all.push_back(average.flatten().to(at::kCPU, at::kDouble));
@@ -400,24 +400,24 @@ at::Tensor averages_of(const mezzo::Ema& ema) {
 }
 
 void expect_same(const mezzo::Ema& gpu, const mezzo::Ema& cpu) {
-  EXPECT_TRUE(at::allclose(averages_of(gpu), averages_of(cpu), 1e-6, 1e-7));
+  EXPECT_TRUE(at::allclose(cat_averages(gpu), cat_averages(cpu), 1e-6, 1e-7));
 }
 
-TEST_P(Captures, SkipsInARowAreCountedThoughTheHostKnowsOfThemLate) {
-  Training of_gpu(emulated_gpu::device());
-  std::vector<int64_t> rows;
-  of_gpu.scaler().on_skip(
-      [&](const mezzo::SkippedStep& skip) { rows.push_back(skip.consecutive_skips); });
+TEST_P(GraphCapture, CountsConsecutiveSkipsAsynchronously) {
+  Training training(emulated_gpu::device());
+  std::vector<int64_t> consecutive_skips;
+  training.scaler().on_skip(
+      [&](const mezzo::SkippedStep& skip) { consecutive_skips.push_back(skip.consecutive_skips); });
   for (const float gradient : {kInfinity, kInfinity, 1.0F, kInfinity, kInfinity, kInfinity, 1.0F}) {
-    of_gpu.input.fill_(gradient);
-    of_gpu.iterate();
+    training.input.fill_(gradient);
+    training.iterate();
   }
   emulated_gpu::run_all();
-  of_gpu.iterate();
-  EXPECT_EQ(rows, (std::vector<int64_t>{1, 2, 1, 2, 3}));
+  training.iterate();
+  EXPECT_EQ(consecutive_skips, (std::vector<int64_t>{1, 2, 1, 2, 3}));
 }
 
-/// A training with an average of its weights.
+/// A training with an EMA of its parameters.
 struct Averaged {
   Averaged(at::Device device, const TrainingOptions& options) : training(device, options) {}
   void iterate() { ema.update(training.iterate()); }
@@ -426,7 +426,7 @@ struct Averaged {
   mezzo::Ema ema{training.parameters(), {.decay = 0.75}};
 };
 
-TEST_P(Captures, AnAverageFollowsTheDevicesDecisionWithoutAWait) {
+TEST_P(GraphCapture, EmaFollowsFoundInfWithoutSync) {
   for (const TrainingOptions& options : all_options()) {
     Averaged cpu(at::kCPU, options), gpu(emulated_gpu::device(), options);
     for (const float value : {1.0F, kInfinity, 2.0F, kInfinity, 3.0F}) {
@@ -436,14 +436,14 @@ TEST_P(Captures, AnAverageFollowsTheDevicesDecisionWithoutAWait) {
       const mezzo::StepResult result = gpu.training.iterate();
       const emulated_gpu::Counts before = emulated_gpu::counts();
       gpu.ema.update(result);
-      EXPECT_EQ(emulated_gpu::counts().waits, before.waits);
+      EXPECT_EQ(emulated_gpu::counts().syncs, before.syncs);
       EXPECT_EQ(emulated_gpu::counts().copies_to_host, before.copies_to_host);
     }
     expect_same(gpu.ema, cpu.ema);
   }
 }
 
-TEST_P(Captures, AnAverageIsPartOfTheGraph) {
+TEST_P(GraphCapture, EmaUpdateIsCaptured) {
   for (const TrainingOptions& options : all_options()) {
     Averaged cpu(at::kCPU, options), gpu(emulated_gpu::device(), options);
     const c10::StreamGuard stream(emulated_gpu::new_stream());
@@ -461,7 +461,7 @@ TEST_P(Captures, AnAverageIsPartOfTheGraph) {
   }
 }
 
-TEST_P(Captures, ParametersAreOnTwoDevices) {
+TEST_P(GraphCapture, SupportsTwoDevices) {
   std::vector<at::Tensor> parameters;
   for (int i = 0; i < 6; ++i) {
     parameters.push_back(at::ones({3}, at::device(emulated_gpu::device(i % 2))));
@@ -478,20 +478,20 @@ TEST_P(Captures, ParametersAreOnTwoDevices) {
   };
   EXPECT_TRUE(iterate().applied());
   parameters.back().mutable_grad().fill_(kInfinity);
-  EXPECT_FALSE(iterate().applied()) << "an inf on one device holds for all";
+  EXPECT_FALSE(iterate().applied()) << "an inf on one device skips all";
   EXPECT_LT(parameters.front()[0].item<float>(), 1.0F);
   EXPECT_TRUE(at::equal(parameters.front().cpu(), parameters.back().cpu()));
   const at::Tensor before = parameters.front().cpu();
   for (const at::Tensor& parameter : parameters) parameter.mutable_grad().fill_(kInfinity);
-  const emulated_gpu::Counts so_far = emulated_gpu::counts();
+  const emulated_gpu::Counts before_step = emulated_gpu::counts();
   const mezzo::StepResult result = iterate();
   const emulated_gpu::Counts after = emulated_gpu::counts();
-  EXPECT_EQ(after.launches - so_far.launches, 10);
-  EXPECT_EQ(after.argument_bytes - so_far.argument_bytes, 81440);
-  EXPECT_EQ(after.ops - so_far.ops, 14);  // the loss's product, and numbers between the devices
-  EXPECT_EQ(after.copies_to_host - so_far.copies_to_host, 0);
-  EXPECT_EQ(after.waits - so_far.waits, 0);
-  EXPECT_FALSE(result.applied()) << "an inf on each";
+  EXPECT_EQ(after.launches - before_step.launches, 10);
+  EXPECT_EQ(after.argument_bytes - before_step.argument_bytes, 81440);
+  EXPECT_EQ(after.ops - before_step.ops, 14);  // the scaled loss and copies between the devices
+  EXPECT_EQ(after.copies_to_host - before_step.copies_to_host, 0);
+  EXPECT_EQ(after.syncs - before_step.syncs, 0);
+  EXPECT_FALSE(result.applied()) << "an inf on both devices";
   EXPECT_TRUE(at::equal(parameters.front().cpu(), before));
 }
 
@@ -501,7 +501,7 @@ at::Tensor ones_on(int index) {
   return at::ones({3}, at::device(emulated_gpu::device(index)).dtype(at::kFloat));
 }
 
-TEST_P(Captures, ALossOnAnotherDeviceIsScaledByTheScaleOfToday) {
+TEST_P(GraphCapture, ScalesLossOnAnotherDevice) {
   const at::Tensor parameter = ones_on(0);
   parameter.mutable_grad() = at::ones_like(parameter);
   mezzo::optim::AdamW optimizer({parameter});
@@ -515,16 +515,16 @@ TEST_P(Captures, ALossOnAnotherDeviceIsScaledByTheScaleOfToday) {
   EXPECT_EQ(scaler.scale(ones_on(1))[0].item<float>(), 4.0F);
 }
 
-TEST_P(Captures, AGraphOfAutogradNoticesThatTheScaleHasChanged) {
+TEST_P(GraphCapture, BackwardThrowsAfterScaleUpdate) {
   Training gpu(emulated_gpu::device());
   gpu.iterate();
   const at::Tensor loss = ones_on(0).requires_grad_();
   const at::Tensor scaled = gpu.scaler().scale(loss).sum();
   gpu.iterate();
-  EXPECT_THROW(scaled.backward(), c10::Error) << "it would multiply by the next scale";
+  EXPECT_THROW(scaled.backward(), c10::Error) << "backward would use the next scale";
 }
 
-TEST_P(Captures, GradientsAreUnscaledOnTheStreamOfTheirDevice) {
+TEST_P(GraphCapture, UnscalesOnGradientsDeviceStream) {
   const c10::StreamGuard stream(emulated_gpu::new_stream(1));
   const c10::DeviceGuard another(emulated_gpu::device(0));
   const at::Tensor parameter = ones_on(1);
@@ -536,9 +536,9 @@ TEST_P(Captures, GradientsAreUnscaledOnTheStreamOfTheirDevice) {
   EXPECT_EQ(parameter.grad()[0].item<float>(), 2.0F);
 }
 
-// --- What the host hears, and keeps ------------------------------------------------------------
+// --- Results and host state --------------------------------------------------------------------
 
-TEST_P(Captures, ALineNamesTheScaleThatComesNext) {
+TEST_P(GraphCapture, SkipMessageReportsNextScale) {
   Training gpu(emulated_gpu::device());
   std::vector<std::pair<float, float>> scales;
   gpu.scaler().on_skip(
@@ -554,7 +554,7 @@ TEST_P(Captures, ALineNamesTheScaleThatComesNext) {
   }
 }
 
-TEST_P(Captures, AGradientOfTwoParametersIsClearedAfterBothHaveReadIt) {
+TEST_P(GraphCapture, ZeroesSharedGradientAfterBothSteps) {
   const auto stepped = [](at::Device device) {
     const auto one = at::ones({50}, at::device(device));
     const auto other = at::ones({50}, at::device(device));
@@ -571,7 +571,7 @@ TEST_P(Captures, AGradientOfTwoParametersIsClearedAfterBothHaveReadIt) {
   EXPECT_TRUE(at::equal(stepped(at::kCPU), at::full({100}, -1.0)));
 }
 
-TEST_P(Captures, ACountGoesOnWhereTheHostHadIt) {
+TEST_P(GraphCapture, DeviceCountStartsAtHostCount) {
   Training gpu(emulated_gpu::device());
   gpu.iterate();
   auto& state = test_support::get_param_state<mezzo::optim::AdamWParamState>(gpu.optimizer(),
@@ -584,16 +584,16 @@ TEST_P(Captures, ACountGoesOnWhereTheHostHadIt) {
   EXPECT_EQ(gpu.applied_steps(), 8);
 }
 
-TEST_P(Captures, ASummaryOfMoreTensorsThanATableHoldsReadsAllGradients) {
+TEST_P(GraphCapture, GradStatsReadSeveralLaunches) {
   std::vector<at::Tensor> gradients;
   for (int i = 0; i < 1100; ++i) gradients.push_back(at::full({1}, i + 1.0, at::kFloat));
-  const auto summary = [&](at::Device device) {
+  const auto grad_stats = [&](at::Device device) {
     std::vector<at::Tensor> there;
     for (const at::Tensor& gradient : gradients) there.push_back(gradient.to(device));
     return mezzo::detail::compute_grad_stats(there, at::ones({}, at::device(device)));
   };
-  const mezzo::GradStats expected = summary(at::kCPU);
-  const mezzo::GradStats found = summary(emulated_gpu::device());
+  const mezzo::GradStats expected = grad_stats(at::kCPU);
+  const mezzo::GradStats found = grad_stats(emulated_gpu::device());
   EXPECT_EQ(found.norm_sq.item<double>(), expected.norm_sq.item<double>());
   EXPECT_EQ(found.max_abs.item<double>(), 1100.0);
 }

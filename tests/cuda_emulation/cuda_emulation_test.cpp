@@ -1,7 +1,6 @@
-// The GPU that the host plays: what it lets a sound kernel do in any order, and what it finds in
-// one that is not.
+// The CUDA emulation runs correct kernels in any order and detects incorrect ones.
 
-#include "host_device.h"
+#include "cuda_emulation.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -19,14 +18,14 @@ using mezzo::detail::cuda::Stream;
 
 constexpr int kThreads = 128;
 constexpr int kSeeds = 100;
-using OfThreads = int[kThreads];
+using ThreadInts = int[kThreads];
 
-class HostDevice : public testing::Test {
+class CudaEmulation : public testing::Test {
  protected:
   void TearDown() override { cuda_emulation::set_seed(1); }
 };
 
-/// Runs what launches a kernel, and says what Fault it was; empty if none.
+/// Returns the message of the Fault that `work` throws, or an empty string.
 template <class Work>
 std::string fault_of(const Work& work) {
   try {
@@ -39,7 +38,7 @@ std::string fault_of(const Work& work) {
 
 template <bool kHasBarrier>
 void reverse_kernel(const int* from, int* to) {
-  MEZZO_SHARED(OfThreads, all);
+  MEZZO_SHARED(ThreadInts, all);
   const unsigned block = blockIdx.x * blockDim.x;
   all[threadIdx.x] = from[block + threadIdx.x];
   if constexpr (kHasBarrier) __syncthreads();
@@ -59,24 +58,24 @@ bool reverses(int blocks) {
   return true;
 }
 
-TEST_F(HostDevice, RunsASoundKernelRightInEveryOrder) {
+TEST_F(CudaEmulation, RunsCorrectKernelInAnyOrder) {
   for (uint64_t seed = 0; seed < kSeeds; ++seed) {
     cuda_emulation::set_seed(seed);
     EXPECT_TRUE(reverses<true>(5)) << seed;
   }
 }
 
-TEST_F(HostDevice, FindsAMissingBarrierWithEverySeed) {
+TEST_F(CudaEmulation, DetectsMissingBarrier) {
   for (uint64_t seed = 0; seed < kSeeds; ++seed) {
     cuda_emulation::set_seed(seed);
     EXPECT_FALSE(reverses<false>(1)) << seed;
   }
 }
 
-/// Thread 0 reads what the others may still overwrite in the second round.
+/// Without the barrier, thread 0 reads values that other threads may overwrite in the second round.
 template <bool kHasBarrier>
 void reuse_kernel(int* sums) {
-  MEZZO_SHARED(OfThreads, all);
+  MEZZO_SHARED(ThreadInts, all);
   for (int round = 1; round <= 2; ++round) {
     all[threadIdx.x] = round;
     __syncthreads();
@@ -88,26 +87,26 @@ void reuse_kernel(int* sums) {
 }
 
 template <bool kHasBarrier>
-std::vector<int> sums_of_rounds() {
+std::vector<int> run_reuse_kernel() {
   std::vector<int> sums(2);
   launch<reuse_kernel<kHasBarrier>>(1, kThreads, Stream{}, sums.data());
   return sums;
 }
 
-TEST_F(HostDevice, FindsMemoryThatIsUsedAgainBeforeAllHaveReadIt) {
+TEST_F(CudaEmulation, DetectsSharedMemoryReuseRace) {
   int wrong = 0;
   for (uint64_t seed = 0; seed < kSeeds; ++seed) {
     cuda_emulation::set_seed(seed);
     const std::vector<int> right{kThreads, 2 * kThreads};
-    EXPECT_EQ(sums_of_rounds<true>(), right);
-    wrong += sums_of_rounds<false>() != right;
+    EXPECT_EQ(run_reuse_kernel<true>(), right);
+    wrong += run_reuse_kernel<false>() != right;
   }
   EXPECT_GT(wrong, kSeeds * 9 / 10);
 }
 
 void order_kernel(std::vector<unsigned>* order) { order->push_back(blockIdx.x * 8 + threadIdx.x); }
 
-TEST_F(HostDevice, DrawsTheOrderOfBlocksAndThreadsFromTheSeed) {
+TEST_F(CudaEmulation, SeedDeterminesOrder) {
   std::set<std::vector<unsigned>> orders;
   for (int round = 0; round < 2; ++round) {
     for (uint64_t seed = 0; seed < kSeeds; ++seed) {
@@ -117,40 +116,40 @@ TEST_F(HostDevice, DrawsTheOrderOfBlocksAndThreadsFromTheSeed) {
       orders.insert(order);
       EXPECT_THAT(std::set<unsigned>(order.begin(), order.end()), testing::SizeIs(24));
     }
-    EXPECT_THAT(orders, testing::SizeIs(kSeeds)) << "the same seed gives the same order";
+    EXPECT_THAT(orders, testing::SizeIs(kSeeds)) << "a seed determines the order";
   }
 }
 
-void poison_kernel(float* seen) {
+void poison_kernel(float* initial) {
   MEZZO_SHARED(float, shared);
-  if (threadIdx.x == 0) seen[blockIdx.x] = shared;
+  if (threadIdx.x == 0) initial[blockIdx.x] = shared;
   __syncthreads();
   shared = 1.0F;
 }
 
-TEST_F(HostDevice, SharedMemoryBeginsAsNanInEachBlock) {
-  std::vector<float> seen(6);
-  launch<poison_kernel>(6, 32, Stream{}, seen.data());
-  for (const float value : seen) EXPECT_NE(value, value);
+TEST_F(CudaEmulation, SharedMemoryIsNanAtBlockStart) {
+  std::vector<float> initial(6);
+  launch<poison_kernel>(6, 32, Stream{}, initial.data());
+  for (const float value : initial) EXPECT_NE(value, value);
 }
 
-void one_misses_the_barrier() {
+void barrier_without_thread_3() {
   if (threadIdx.x != 3) __syncthreads();
 }
-void one_is_at_another_barrier() {
+void divergent_barriers() {
   if (threadIdx.x == 3) {
     __syncthreads();
   } else {
     __syncthreads();
   }
 }
-void one_misses_the_shuffle(int* to) {
+void shuffle_without_lane(int* to) {
   if (threadIdx.x == 40) return;
   to[threadIdx.x] = __shfl_down_sync(0xFFFFFFFFU, 1, 1);
 }
-void half_a_mask(int* to) { to[threadIdx.x] = __shfl_down_sync(0xFFFFU, 1, 1); }
+void partial_mask(int* to) { to[threadIdx.x] = __shfl_down_sync(0xFFFFU, 1, 1); }
 
-TEST_F(HostDevice, RefusesWhatNoGpuPromises) {
+TEST_F(CudaEmulation, ThrowsForUndefinedBehavior) {
   using testing::HasSubstr;
   int to[kThreads];
   for (uint64_t seed = 0; seed < kSeeds; ++seed) {
@@ -158,19 +157,19 @@ TEST_F(HostDevice, RefusesWhatNoGpuPromises) {
     const auto fault = [&]<auto kKernel>(auto... args) {
       return fault_of([&] { launch<kKernel>(3, kThreads, Stream{}, args...); });
     };
-    EXPECT_THAT(fault.template operator()<one_misses_the_barrier>(),
+    EXPECT_THAT(fault.template operator()<barrier_without_thread_3>(),
                 HasSubstr("thread 3 has ended"));
-    EXPECT_THAT(fault.template operator()<one_is_at_another_barrier>(),
+    EXPECT_THAT(fault.template operator()<divergent_barriers>(),
                 HasSubstr("thread 3 waits at the barrier"));
-    EXPECT_THAT(fault.template operator()<one_misses_the_shuffle>(to), HasSubstr("shuffles at"));
-    EXPECT_THAT(fault.template operator()<half_a_mask>(to), HasSubstr("another mask"));
+    EXPECT_THAT(fault.template operator()<shuffle_without_lane>(to), HasSubstr("shuffles at"));
+    EXPECT_THAT(fault.template operator()<partial_mask>(to), HasSubstr("another mask"));
   }
-  const auto of_size = [&](int64_t blocks, int threads) {
-    return fault_of([&] { launch<one_misses_the_barrier>(blocks, threads, Stream{}); });
+  const auto launch_size = [&](int64_t blocks, int threads) {
+    return fault_of([&] { launch<barrier_without_thread_3>(blocks, threads, Stream{}); });
   };
-  EXPECT_THAT(of_size(0, 32), HasSubstr("0 blocks"));
-  EXPECT_THAT(of_size(int64_t{1} << 31, 32), HasSubstr("2147483648 blocks"));
-  EXPECT_THAT(of_size(1, 1025), HasSubstr("1025 threads"));
+  EXPECT_THAT(launch_size(0, 32), HasSubstr("0 blocks"));
+  EXPECT_THAT(launch_size(int64_t{1} << 31, 32), HasSubstr("2147483648 blocks"));
+  EXPECT_THAT(launch_size(1, 1025), HasSubstr("1025 threads"));
 }
 
 }  // namespace

@@ -1,8 +1,6 @@
 /// \file
-/// The GPU of the tests in this folder and of cuda_bench: the first CUDA device or, where
-/// MEZZO_CUDA_EMULATION is defined, the one that tests/cuda_emulation simulates.
-///
-/// Streams, their guards and events are c10's, which serve both.
+/// The GPU of these tests and of cuda_bench: the first CUDA device, or the emulated one if
+/// MEZZO_CUDA_EMULATION is defined. Streams, their guards and events are c10's, for both.
 #pragma once
 
 #include <mezzo/kernels/kernel_dispatch.h>
@@ -16,7 +14,7 @@
 #include <cstdint>
 
 #ifdef MEZZO_CUDA_EMULATION
-#include "../cuda_on_host/host_gpu.h"
+#include "../cuda_emulation/emulated_gpu.h"
 #else
 #include <ATen/cuda/CUDAGraph.h>
 #include <ATen/cuda/Sleep.h>
@@ -34,13 +32,13 @@ namespace cuda_test {
 
 #ifdef MEZZO_CUDA_EMULATION
 inline constexpr at::DeviceType kGpu = at::kPrivateUse1;
-inline constexpr bool kIsSimulated = true;
+inline constexpr bool kIsEmulated = true;
 using Graph = emulated_gpu::Graph;
 inline bool has_gpu() { return true; }
 inline bool has_memory(double /*gigabytes*/) { return true; }
 #else
 inline constexpr at::DeviceType kGpu = at::kCUDA;
-inline constexpr bool kIsSimulated = false;
+inline constexpr bool kIsEmulated = false;
 using Graph = at::cuda::CUDAGraph;
 inline bool has_gpu() { return c10::cuda::device_count() > 0; }
 /// Returns whether the GPU has this much free memory.
@@ -51,7 +49,7 @@ inline bool has_memory(double gigabytes) {
 }
 #endif
 
-/// Returns whether this program steps with mezzo's kernels; otherwise with ATen's.
+/// Returns whether this program has mezzo's kernels; otherwise steps use ATen's.
 inline bool has_mezzo_kernels() {
   return mezzo::detail::kernel_backend({kGpu, 0}) == mezzo::detail::KernelBackend::cuda;
 }
@@ -70,23 +68,23 @@ inline c10::Stream new_stream() {
 }
 
 /// Keeps the current stream busy: on a GPU for `cycles`, by default a sixth of a second; on the
-/// simulated GPU until `end`.
+/// emulated GPU until `end`.
 class BusyStream {
  public:
 #ifdef MEZZO_CUDA_EMULATION
   explicit BusyStream(int64_t /*cycles*/ = 0) {}
-  void end() { held_.end(); }
+  void end() { blocker_.end(); }
 
  private:
-  emulated_gpu::Held held_{current_stream()};
+  emulated_gpu::StreamBlocker blocker_{current_stream()};
 #else
   explicit BusyStream(int64_t cycles = 300'000'000) { at::cuda::sleep(cycles); }
   void end() {}
 #endif
 };
 
-/// Returns the number of kernels in a CUDA graph that `work` is captured into; the graph does not
-/// run. Copies do not count, nor do ATen's ops on the simulated GPU.
+/// Returns the number of kernels in a CUDA graph of `work`, which does not run. Copies do not
+/// count, nor do ATen ops on the emulated GPU.
 template <class Work>
 int64_t count_launches(const Work& work) {
   const c10::StreamGuard guard(new_stream());

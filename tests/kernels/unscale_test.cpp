@@ -1,7 +1,8 @@
-// The CPU loops against plain references: every dtype, every instruction set that this machine has,
-// odd tails, misaligned starts, values at the edges of the formats.
+// CPU unscaling against plain references, for every dtype, instruction set, tail and alignment, and
+// for values at the limits of the formats.
 
 #include <mezzo/kernels/compute_grad_stats.h>
+#include <mezzo/kernels/unscale.h>
 #include <mezzo/kernels/work_chunks.h>
 
 #include <torch/torch.h>
@@ -30,11 +31,11 @@ namespace {
 
 using mezzo::detail::CpuIsa;
 
-class UnscaleLoop : public testing::TestWithParam<std::tuple<torch::ScalarType, CpuIsa>> {
+class UnscaleKernel : public testing::TestWithParam<std::tuple<torch::ScalarType, CpuIsa>> {
  protected:
   void SetUp() override {
     if (!mezzo::detail::has_isa(isa())) GTEST_SKIP() << "this CPU has no " << isa_name(isa());
-    loop_ = mezzo::detail::get_unscale_kernel(dtype(), isa());
+    kernel_ = mezzo::detail::get_unscale_kernel(dtype(), isa());
   }
   static torch::ScalarType dtype() { return std::get<0>(GetParam()); }
   static CpuIsa isa() { return std::get<1>(GetParam()); }
@@ -42,20 +43,20 @@ class UnscaleLoop : public testing::TestWithParam<std::tuple<torch::ScalarType, 
   static torch::Tensor random(int64_t count) {
     return (torch::randn({count}, torch::kDouble) * 100).to(dtype());
   }
-  /// What the loop should store: computed in float (double for double), rounded once.
+  /// The expected products: computed in float32 (float64 for float64), rounded once.
   static torch::Tensor product(const torch::Tensor& values, float inv_scale) {
     const auto wide = dtype() == torch::kDouble ? torch::kDouble : torch::kFloat;
     return (values.to(wide) * inv_scale).to(dtype());
   }
 
   bool unscale(void* data, int64_t count, float inv_scale) const {
-    return loop_(data, data, count, inv_scale);
+    return kernel_(data, data, count, inv_scale);
   }
 
-  mezzo::detail::UnscaleLoop loop_ = nullptr;
+  mezzo::detail::UnscaleKernelFn kernel_ = nullptr;
 };
 
-TEST_P(UnscaleLoop, MultipliesEveryElementForEveryTail) {
+TEST_P(UnscaleKernel, MultipliesEveryElementForEveryTail) {
   torch::manual_seed(1);
   for (int64_t count = 0; count <= 70; ++count) {
     auto values = random(count);
@@ -65,7 +66,7 @@ TEST_P(UnscaleLoop, MultipliesEveryElementForEveryTail) {
   }
 }
 
-TEST_P(UnscaleLoop, TakesMemoryAtAnyByteAndTouchesNothingElse) {
+TEST_P(UnscaleKernel, UnscalesMisalignedMemoryInBounds) {
   torch::manual_seed(2);
   constexpr int64_t kCount = 37;
   const auto values = random(kCount);
@@ -85,18 +86,18 @@ TEST_P(UnscaleLoop, TakesMemoryAtAnyByteAndTouchesNothingElse) {
   }
 }
 
-TEST_P(UnscaleLoop, FindsOneBadElementAtEveryPlace) {
+TEST_P(UnscaleKernel, FindsNonfiniteElementAtEveryIndex) {
   constexpr int64_t kCount = 39;
   for (const float bad : {kInfinity, -kInfinity, kNan}) {
-    for (int64_t place = 0; place < kCount; ++place) {
+    for (int64_t index = 0; index < kCount; ++index) {
       auto values = torch::ones({kCount}, dtype());
-      values[place] = bad;
-      EXPECT_TRUE(unscale(values.data_ptr(), kCount, 0.5F)) << bad << " at " << place;
+      values[index] = bad;
+      EXPECT_TRUE(unscale(values.data_ptr(), kCount, 0.5F)) << bad << " at " << index;
     }
   }
 }
 
-TEST_P(UnscaleLoop, FindsNothingInTheLargestAndSmallestFiniteValues) {
+TEST_P(UnscaleKernel, AcceptsExtremeFiniteValues) {
   const double largest = dtype() == torch::kHalf       ? 65504.0
                          : dtype() == torch::kBFloat16 ? 3.3895313892515355e38
                          : dtype() == torch::kFloat    ? std::numeric_limits<float>::max()
@@ -109,8 +110,8 @@ TEST_P(UnscaleLoop, FindsNothingInTheLargestAndSmallestFiniteValues) {
   EXPECT_TRUE(torch::equal(values, before));
 }
 
-// torch looks before it multiplies, and finds neither.
-TEST_P(UnscaleLoop, FindsAProductThatOverflowsThoughItsFactorsAreFinite) {
+// torch checks before multiplying, and finds neither.
+TEST_P(UnscaleKernel, FindsOverflowOfFiniteFactors) {
   const bool is_double = dtype() == torch::kDouble;
   auto values = torch::zeros({21}, dtype());
   values[20] = dtype() == torch::kHalf ? 6e4 : is_double ? 1e300 : 1e30;
@@ -119,7 +120,7 @@ TEST_P(UnscaleLoop, FindsAProductThatOverflowsThoughItsFactorsAreFinite) {
   EXPECT_TRUE(unscale(zeros.data_ptr(), 21, kInfinity));
 }
 
-INSTANTIATE_TEST_SUITE_P(AllDtypesAndInstructionSets, UnscaleLoop,
+INSTANTIATE_TEST_SUITE_P(AllDtypesAndInstructionSets, UnscaleKernel,
                          testing::Combine(testing::Values(torch::kFloat, torch::kDouble,
                                                           torch::kHalf, torch::kBFloat16),
                                           testing::Values(CpuIsa::scalar, CpuIsa::vector128,
@@ -130,7 +131,7 @@ INSTANTIATE_TEST_SUITE_P(AllDtypesAndInstructionSets, UnscaleLoop,
                          });
 
 template <class Element>
-void expect_same_conversions(const std::vector<float>& values) {
+void expect_rounding_of_c10(const std::vector<float>& values) {
   using Format = mezzo::detail::FloatFormat<Element>;
   for (const float value : values) {
     uint32_t bits = 0;
@@ -167,31 +168,31 @@ bool unscaled_with_inf(const std::vector<torch::Tensor>& gradients, float inv_sc
   return found.item<float>() != 0;
 }
 
-TEST(FloatFormat, RoundsToHalfAsC10Does) {
-  expect_same_conversions<c10::Half>(floats_of_every_exponent());
+TEST(FloatFormat, RoundsToFloat16LikeC10) {
+  expect_rounding_of_c10<c10::Half>(floats_of_every_exponent());
 }
 
-TEST(FloatFormat, RoundsToBfloat16AsC10Does) {
-  expect_same_conversions<c10::BFloat16>(floats_of_every_exponent());
+TEST(FloatFormat, RoundsToBfloat16LikeC10) {
+  expect_rounding_of_c10<c10::BFloat16>(floats_of_every_exponent());
 }
 
 template <class Element>
-void expect_same_widening() {
+void expect_exact_conversion() {
   for (uint32_t bits = 0; bits < 65536; ++bits) {
-    float widened = 0;
-    mezzo::detail::FloatFormat<Element>::to_opmath(bits, widened);
+    float converted = 0;
+    mezzo::detail::FloatFormat<Element>::to_opmath(bits, converted);
     const auto expected = static_cast<float>(std::bit_cast<Element>(static_cast<uint16_t>(bits)));
     if (std::isnan(expected)) {
-      ASSERT_TRUE(std::isnan(widened)) << bits;
+      ASSERT_TRUE(std::isnan(converted)) << bits;
     } else {
-      ASSERT_EQ(std::bit_cast<uint32_t>(widened), std::bit_cast<uint32_t>(expected)) << bits;
+      ASSERT_EQ(std::bit_cast<uint32_t>(converted), std::bit_cast<uint32_t>(expected)) << bits;
     }
   }
 }
 
-TEST(FloatFormat, WidensEveryHalf) { expect_same_widening<c10::Half>(); }
+TEST(FloatFormat, ConvertsEveryFloat16) { expect_exact_conversion<c10::Half>(); }
 
-TEST(FloatFormat, WidensEveryBfloat16) { expect_same_widening<c10::BFloat16>(); }
+TEST(FloatFormat, ConvertsEveryBfloat16) { expect_exact_conversion<c10::BFloat16>(); }
 
 std::vector<torch::Tensor> mixed_gradients() {
   torch::manual_seed(4);
@@ -204,7 +205,7 @@ std::vector<torch::Tensor> mixed_gradients() {
           torch::randn({90001})};
 }
 
-TEST(UnscaleCpu, ScalesAllTensorsOfAllDtypesOnAllThreads) {
+TEST(UnscaleCpu, UnscalesMixedDtypesOnAnyThreadCount) {
   for (const int threads : {1, 2, 5}) {
     const int before = torch::get_num_threads();
     torch::set_num_threads(threads);
@@ -224,7 +225,7 @@ bool any_nonfinite(const std::vector<torch::Tensor>& gradients) {
   return found.item<float>() != 0;
 }
 
-TEST(UnscaleCpu, FindsABadElementInAnyThreadsPart) {
+TEST(UnscaleCpu, FindsNonfiniteElementInAnyTensor) {
   for (const std::size_t tensor : {std::size_t{0}, std::size_t{3}, std::size_t{6}}) {
     for (const bool at_end : {false, true}) {
       auto gradients = mixed_gradients();
@@ -236,7 +237,7 @@ TEST(UnscaleCpu, FindsABadElementInAnyThreadsPart) {
   }
 }
 
-TEST(UnscaleCpu, RunsOnSeveralThreadsThoughItsCallerIsCompiledWithoutOpenMp) {
+TEST(UnscaleCpu, RunsInParallelWithoutFopenmp) {
   const int before = torch::get_num_threads();
   torch::set_num_threads(4);
   std::vector<std::pair<int, std::thread::id>> items(4);
@@ -258,7 +259,7 @@ TEST(UnscaleCpu, RunsOnSeveralThreadsThoughItsCallerIsCompiledWithoutOpenMp) {
   EXPECT_EQ(threads.size(), 4U);
 }
 
-TEST(WorkChunks, CoverEachElementOnceInChunksThatDoNotDependOnTheThreads) {
+TEST(WorkChunks, CoverElementsOnceForAnyThreadCount) {
   const std::vector<int64_t> counts{1, 0, 700, 299};
   mezzo::detail::WorkChunks chunks(/*size=*/100, /*batch=*/300);
   for (std::size_t i = 0; i < counts.size(); ++i) chunks.add(i, counts[i]);
@@ -270,8 +271,8 @@ TEST(WorkChunks, CoverEachElementOnceInChunksThatDoNotDependOnTheThreads) {
     for (const int64_t count : counts) visits.emplace_back(static_cast<std::size_t>(count));
     EXPECT_TRUE(chunks.any([&](const auto& chunk) {
       EXPECT_EQ(chunk.begin % 100, 0);
-      EXPECT_EQ(chunk.count, std::min<int64_t>(100, counts[chunk.tensor_index] - chunk.begin));
-      for (int64_t i = 0; i < chunk.count; ++i) ++visits[chunk.tensor_index][chunk.begin + i];
+      EXPECT_EQ(chunk.numel, std::min<int64_t>(100, counts[chunk.tensor_index] - chunk.begin));
+      for (int64_t i = 0; i < chunk.numel; ++i) ++visits[chunk.tensor_index][chunk.begin + i];
       return chunk.tensor_index == 3 && chunk.begin == 200;
     }));
     EXPECT_FALSE(chunks.any([](const auto&) { return false; }));
@@ -280,14 +281,14 @@ TEST(WorkChunks, CoverEachElementOnceInChunksThatDoNotDependOnTheThreads) {
   torch::set_num_threads(before);
 }
 
-TEST(UnscaleCpu, WalksTransposedTensorsInPlace) {
+TEST(UnscaleCpu, UnscalesTransposedTensorInPlace) {
   auto base = torch::randn({5, 7});
   const auto expected = base.clone() * 0.5;
   EXPECT_FALSE(unscaled_with_inf({base.t()}, 0.5F));
   EXPECT_TRUE(torch::equal(base, expected));
 }
 
-TEST(UnscaleCpu, ScalesTensorsWithGapsAndLeavesTheGapsAlone) {
+TEST(UnscaleCpu, PreservesGapsOfStridedTensor) {
   auto base = torch::ones({6, 8});
   const auto strided = base.slice(1, 0, 8, 2);
   EXPECT_FALSE(unscaled_with_inf({strided}, 0.5F));
@@ -300,7 +301,7 @@ TEST(UnscaleCpu, ScalesTensorsWithGapsAndLeavesTheGapsAlone) {
   EXPECT_FALSE(any_nonfinite({strided}));
 }
 
-TEST(UnscaleCpu, ScalesTensorsThatAreNegativeByABit) {
+TEST(UnscaleCpu, UnscalesTensorWithNegativeBit) {
   const auto complex = torch::randn({4}, torch::kComplexFloat);
   const auto imaginary = torch::imag(complex.conj());
   ASSERT_TRUE(imaginary.is_neg());
@@ -309,8 +310,8 @@ TEST(UnscaleCpu, ScalesTensorsThatAreNegativeByABit) {
   EXPECT_TRUE(torch::equal(imaginary, expected));
 }
 
-// Two threads that multiplied one memory at once lost products.
-TEST(UnscaleCpu, OverlappingGradientsAreMultipliedInTurn) {
+// Two threads that multiplied the same memory lost products.
+TEST(UnscaleCpu, MultipliesOverlappingGradientsSequentially) {
   const int before = torch::get_num_threads();
   torch::set_num_threads(2);
   for (int round = 0; round < 200; ++round) {
@@ -322,14 +323,14 @@ TEST(UnscaleCpu, OverlappingGradientsAreMultipliedInTurn) {
   torch::set_num_threads(before);
 }
 
-TEST(UnscaleCpu, BumpsTheVersionOfWhatItWrites) {
+TEST(UnscaleCpu, BumpsVersionOfWrittenGradient) {
   const auto gradient = torch::ones({3});
   const auto before = gradient._version();
   unscaled_with_inf({gradient}, 0.5F);
   EXPECT_GT(gradient._version(), before);
 }
 
-TEST(UnscaleCpu, WritesNothingWhenTheInverseScaleIsOne) {
+TEST(UnscaleCpu, SkipsWriteForInvScaleOne) {
   const auto gradient = torch::ones({3});
   const auto before = gradient._version();
   at::Tensor found = torch::zeros({});

@@ -1,6 +1,6 @@
-// Streams, events and graphs: queues of work, and one scheduler.
+// Streams, events and graphs as queues of work, and their scheduler.
 
-#include "host_gpu.h"
+#include "emulated_gpu.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -17,13 +17,13 @@
 #include <utility>
 #include <vector>
 
-#include "host_gpu_queue.h"
+#include "emulated_gpu_queue.h"
 
 namespace emulated_gpu {
 
 using Key = std::pair<c10::DeviceIndex, c10::StreamId>;
 
-/// A device's write to pinned memory that the host does not see yet.
+/// A device's write to pinned memory that is not yet visible to the host.
 struct HiddenWrite {
   char* memory;
   std::vector<std::pair<std::size_t, char>> changed;
@@ -34,13 +34,13 @@ struct HiddenWrite {
 };
 using HiddenWrites = std::set<std::shared_ptr<HiddenWrite>>;
 
-/// One record of an event.
+/// A record of an event.
 struct Marker {
   bool is_done = false;
   std::chrono::steady_clock::time_point reached{};
   HiddenWrites behind;  // writes that ran before the record
   uint64_t capture = 0;
-  std::set<std::size_t> nodes;  // of the capture, that it stands behind
+  std::set<std::size_t> nodes;  // of the capture, before the record
 };
 
 struct Work {
@@ -59,7 +59,7 @@ struct Graph::Recording {
   uint64_t id = 0;
   Key origin{};
   std::vector<Node> nodes;
-  std::map<Key, std::set<std::size_t>> ends;  // of each stream: the nodes that its next one follows
+  std::map<Key, std::set<std::size_t>> ends;  // per stream, the nodes that its next node follows
 };
 
 struct Machine {
@@ -78,7 +78,7 @@ struct Machine {
   Key running{};                                     // the stream whose work runs
 
   static Machine& the() {
-    static auto* const machine = new Machine;  // tensors that are static outlive everything else
+    static auto* const machine = new Machine;  // leaked, since static tensors may outlive it
     return *machine;
   }
 
@@ -89,7 +89,7 @@ struct Machine {
 
   bool coin() { return random() % 2 == 0; }
 
-  /// Runs the first work of a stream that may go on, if there is one.
+  /// Runs the first work of a random runnable stream. Returns false if there is none.
   bool run_one() {
     std::vector<Key> runnable;
     for (auto& [key, queue] : queues) {
@@ -115,10 +115,10 @@ struct Machine {
     return true;
   }
 
-  /// Runs what writes pinned memory as the device sees it, and leaves the host what it saw before.
+  /// Runs work that writes pinned memory on the device's view of it, and restores the host's view.
   void run_hidden(const std::function<void()>& run, const std::vector<const void*>& pinned) {
-    std::vector<std::pair<char*, std::vector<char>>> seen;  // by the host
-    std::vector<std::vector<char>> before;                  // as the device sees it
+    std::vector<std::pair<char*, std::vector<char>>> seen;  // host view
+    std::vector<std::vector<char>> before;                  // device view
     for (const void* const memory : pinned) {
       const auto [begin, bytes] = pinned_block(memory);
       if (begin == nullptr) throw Fault("a kernel writes pinned memory that was freed");
@@ -142,7 +142,7 @@ struct Machine {
     for (const auto& [begin, bytes] : seen) std::copy(bytes.begin(), bytes.end(), begin);
   }
 
-  /// Shows the host the writes of `known`, a copy, since `behind` changes.
+  /// Makes the writes of `known` visible to the host. A copy, since `behind` changes.
   void show(const HiddenWrites known) {
     std::erase_if(hidden, [&](const auto& write) {
       if (known.count(write) == 0) return false;
@@ -153,7 +153,7 @@ struct Machine {
       std::erase_if(writes, [&](const auto& write) { return known.count(write) != 0; });
     }
   }
-  /// Shows the host all writes of a device.
+  /// Makes all writes of a device visible to the host.
   void show(c10::DeviceIndex device) {
     for (const auto& [key, writes] : std::map(behind)) {
       if (key.first == device) show(writes);
@@ -163,11 +163,11 @@ struct Machine {
   template <class IsDone>
   void run_until(const IsDone& is_done) {
     while (!is_done()) {
-      if (!run_one()) throw Fault("the device waits for what will never come");
+      if (!run_one()) throw Fault("deadlock: no work of the device can run");
     }
   }
 
-  /// As much as happens to run meanwhile.
+  /// Runs a random amount of work.
   void run_some() {
     while (coin() && run_one()) {
     }
@@ -180,7 +180,7 @@ struct Machine {
     recording.nodes.push_back(std::move(node));
   }
 
-  void forbid_during_capture(const char* what) const {
+  void check_no_capture(const char* what) const {
     if (!active.empty()) throw Fault(std::string(what) + " during a capture");
   }
 };
@@ -252,10 +252,10 @@ class GuardImpl final : public c10::impl::DeviceGuardImplInterface {
       return;
     }
     if (recording == nullptr && machine.active.count(marker->capture) != 0) {
-      for (const auto& [other, its] : machine.captured) {
-        if (its->id == marker->capture) recording = its;
+      for (const auto& [other, recording_of_stream] : machine.captured) {
+        if (recording_of_stream->id == marker->capture) recording = recording_of_stream;
       }
-      machine.captured[key] = recording;  // the stream joins
+      machine.captured[key] = recording;  // the stream joins the capture
     }
     if (recording == nullptr || recording->id != marker->capture) {
       throw Fault("a stream waits for an event across the border of a capture");
@@ -266,13 +266,13 @@ class GuardImpl final : public c10::impl::DeviceGuardImplInterface {
     Machine& machine = Machine::the();
     const std::lock_guard lock(machine.mutex);
     if (event == nullptr || marker_of(event) == nullptr) return true;
-    check_asked(*marker_of(event));
+    check_queryable(*marker_of(event));
     machine.run_some();
     const Marker& marker = *marker_of(event);
     if (marker.is_done) machine.show(marker.behind);
     return marker.is_done;
   }
-  /// In milliseconds of the host between the two, which mean nothing.
+  /// Host milliseconds between the two, without meaning.
   double elapsedTime(void* first, void* second, c10::DeviceIndex /*index*/) const override {
     const std::chrono::duration<double, std::milli> time =
         marker_of(second)->reached - marker_of(first)->reached;
@@ -282,8 +282,8 @@ class GuardImpl final : public c10::impl::DeviceGuardImplInterface {
     Machine& machine = Machine::the();
     const std::lock_guard lock(machine.mutex);
     if (event == nullptr || marker_of(event) == nullptr) return;
-    check_asked(*marker_of(event));
-    if (!marker_of(event)->is_done) ++machine.counts.waits;
+    check_queryable(*marker_of(event));
+    if (!marker_of(event)->is_done) ++machine.counts.syncs;
     machine.run_until([&] { return marker_of(event)->is_done; });
     machine.show(marker_of(event)->behind);
   }
@@ -294,7 +294,7 @@ class GuardImpl final : public c10::impl::DeviceGuardImplInterface {
   bool queryStream(const c10::Stream& stream) const override {
     Machine& machine = Machine::the();
     const std::lock_guard lock(machine.mutex);
-    machine.forbid_during_capture("a stream is asked");
+    machine.check_no_capture("a stream is asked");
     machine.run_some();
     const bool is_idle = machine.queues[key_of(stream)].empty();
     if (is_idle) machine.show(machine.behind[key_of(stream)]);
@@ -304,8 +304,8 @@ class GuardImpl final : public c10::impl::DeviceGuardImplInterface {
   void synchronizeDevice(c10::DeviceIndex index) const override {
     Machine& machine = Machine::the();
     const std::lock_guard lock(machine.mutex);
-    forbid_in_capture("the host waits for a device");
-    ++machine.counts.waits;
+    check_not_capturing("the host waits for a device");
+    ++machine.counts.syncs;
     machine.run_until([&] {
       return std::all_of(machine.queues.begin(), machine.queues.end(), [&](const auto& queue) {
         return queue.first.first != index || queue.second.empty();
@@ -321,8 +321,8 @@ class GuardImpl final : public c10::impl::DeviceGuardImplInterface {
   static std::shared_ptr<Marker>& marker_of(void* event) {
     return *static_cast<std::shared_ptr<Marker>*>(event);
   }
-  static void check_asked(const Marker& marker) {
-    forbid_in_capture("the host asks for an event");
+  static void check_queryable(const Marker& marker) {
+    check_not_capturing("the host asks for an event");
     if (marker.capture != 0) throw Fault("the host asks for an event that was captured");
   }
 };
@@ -339,7 +339,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   void setCurrentDevice(c10::DeviceIndex index) const override { current.device = index; }
   bool isPinnedPtr(const void* memory) const override { return is_pinned(memory); }
   c10::Allocator* getPinnedMemoryAllocator() const override { return pinned_memory(); }
-  /// at::manual_seed asks for it; nothing here draws from it.
+  /// For at::manual_seed; not used.
   const at::Generator& getDefaultGenerator(c10::DeviceIndex /*index*/) const override {
     static const at::Generator generator = at::detail::createCPUGenerator();
     return generator;
@@ -381,20 +381,20 @@ void enqueue(const c10::Stream& stream, std::function<void()> run, Kind kind,
   machine.run_some();
 }
 
-void forbid_in_capture(const char* what) {
-  if (cuda_emulation::allowances_in_captures == 0) Machine::the().forbid_during_capture(what);
+void check_not_capturing(const char* what) {
+  if (cuda_emulation::relaxed_guards == 0) Machine::the().check_no_capture(what);
 }
 
 void wait_for(const c10::Stream& stream) {
   Machine& machine = Machine::the();
   const std::lock_guard lock(machine.mutex);
-  machine.forbid_during_capture("the host waits for a stream");
-  ++machine.counts.waits;
+  machine.check_no_capture("the host waits for a stream");
+  ++machine.counts.syncs;
   machine.run_until([&] { return machine.queues[key_of(stream)].empty(); });
   machine.show(machine.behind[key_of(stream)]);
 }
 
-uint64_t capture_of(const c10::Stream& stream) {
+uint64_t capture_id_of(const c10::Stream& stream) {
   Machine& machine = Machine::the();
   const std::lock_guard lock(machine.mutex);
   const auto* const recording = machine.recording_of(key_of(stream));
@@ -409,7 +409,7 @@ void order(const c10::Stream& earlier, const c10::Stream& later) {
   guard.destroyEvent(event, earlier.device_index());
 }
 
-std::function<bool()> when_done(const c10::Stream& stream) {
+std::function<bool()> make_query(const c10::Stream& stream) {
   Machine& machine = Machine::the();
   const std::lock_guard lock(machine.mutex);
   if (machine.recording_of(key_of(stream)) != nullptr) return [] { return false; };
@@ -434,7 +434,7 @@ void run_all() {
                        [](const auto& queue) { return queue.second.empty(); });
   });
   for (int i = 0; i < kDevices; ++i) machine.show(static_cast<c10::DeviceIndex>(i));
-  check_ends_of_memory();
+  check_guard_bytes();
 }
 
 c10::Stream new_stream(int device_index) {
@@ -443,13 +443,13 @@ c10::Stream new_stream(int device_index) {
   return stream_of(static_cast<c10::DeviceIndex>(device_index), ++machine.streams);
 }
 
-Held::Held(const c10::Stream& stream) : gate_(std::make_shared<Marker>()) {
+StreamBlocker::StreamBlocker(const c10::Stream& stream) : gate_(std::make_shared<Marker>()) {
   Machine& machine = Machine::the();
   const std::lock_guard lock(machine.mutex);
   machine.queues[key_of(stream)].push_back({nullptr, gate_, nullptr});
 }
 
-void Held::end() { gate_->is_done = true; }
+void StreamBlocker::end() { gate_->is_done = true; }
 
 Counts counts() { return Machine::the().counts; }
 
@@ -459,8 +459,8 @@ c10::Stream cuda_emulation::current_stream(c10::Device device) {
   if (device.is_cpu()) return c10::Stream(c10::Stream::DEFAULT, device);
   return emulated_gpu::current_stream(device);
 }
-void cuda_emulation::put_launch(const c10::Stream& stream, std::size_t bytes,
-                                std::vector<const void*> pointers, std::function<void()> run) {
+void cuda_emulation::enqueue_launch(const c10::Stream& stream, std::size_t bytes,
+                                    std::vector<const void*> pointers, std::function<void()> run) {
   emulated_gpu::Machine& machine = emulated_gpu::Machine::the();
   const std::lock_guard lock(machine.mutex);
   machine.counts.argument_bytes += static_cast<int64_t>(bytes);
@@ -468,7 +468,7 @@ void cuda_emulation::put_launch(const c10::Stream& stream, std::size_t bytes,
   emulated_gpu::enqueue(stream, std::move(run), emulated_gpu::Kind::launch, std::move(pointers));
 }
 uint64_t cuda_emulation::current_capture_id(c10::Device device) {
-  return device.is_cpu() ? 0 : emulated_gpu::capture_of(emulated_gpu::current_stream(device));
+  return device.is_cpu() ? 0 : emulated_gpu::capture_id_of(emulated_gpu::current_stream(device));
 }
 
 namespace emulated_gpu {
@@ -492,7 +492,7 @@ void Graph::capture_end() {
   std::erase_if(machine.captured,
                 [&](const auto& captured) { return captured.second == recording_.get(); });
   machine.active.erase(recording_->id);
-  std::set<std::size_t> joined;  // what the capture's own stream waits for
+  std::set<std::size_t> joined;  // nodes before the end of the capture's stream
   std::vector<std::size_t> open(recording_->ends[recording_->origin].begin(),
                                 recording_->ends[recording_->origin].end());
   while (!open.empty()) {
@@ -513,7 +513,7 @@ void Graph::replay() {
   const Key key = key_of(current_stream(device(current.device)));
   if (machine.recording_of(key) != nullptr) throw Fault("a replay during a capture");
   const std::vector<Recording::Node>& nodes = recording_->nodes;
-  std::vector<std::size_t> missing;  // how many nodes each still waits for
+  std::vector<std::size_t> missing;  // number of unfinished dependencies
   std::vector<std::vector<std::size_t>> followers(nodes.size());
   std::vector<std::size_t> ready;
   for (std::size_t i = 0; i < nodes.size(); ++i) {
