@@ -197,6 +197,13 @@ TEST(PrecisionCheck, ReportsDimensionsNotMultipleOf8) {
                        "a convolution of 1 to 16 channels")));
 }
 
+TEST(PrecisionReport, ReportsMaxSeverity) {
+  PrecisionReport report;
+  EXPECT_EQ(report.max_severity(), FindingSeverity::note);
+  report.findings = {{.severity = FindingSeverity::error}, {.severity = FindingSeverity::warning}};
+  EXPECT_EQ(report.max_severity(), FindingSeverity::error);
+}
+
 TEST(PrecisionCheck, PreservesModelGradsAndRng) {
   torch::nn::Sequential model(torch::nn::Linear(8, 8), torch::nn::BatchNorm1d(8),
                               torch::nn::Dropout(0.5));

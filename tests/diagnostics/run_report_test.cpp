@@ -47,7 +47,7 @@ void add_sections(mezzo::RunReport& report) {
   torch::nn::Linear layer(3, 2);
   const mezzo::AnomalyTrace trace(*layer);
   layer->forward(torch::zeros({4, 3})).mul(0).log();
-  report.add_section("Where it began", trace);
+  report.add_section("First inf or NaN", trace);
   mezzo::UnderflowReport exponents(torch::kHalf);
   exponents.add("layer <1>", torch::full({4096}, 1e-3));
   exponents.add("layer 2", torch::full({4096}, 1e4));
@@ -86,7 +86,7 @@ TEST(MetricsFiles, ContainRecordedSteps) {
   EXPECT_THAT(page, Not(HasSubstr("Lnan")));
   EXPECT_THAT(page, HasSubstr("<h2>Overflows</h2><pre>head.&lt;weight&gt; has 1 inf"));
   EXPECT_THAT(page,
-              HasSubstr("<h2>Where it began</h2><pre>forward pass: aten::log, after (model)"));
+              HasSubstr("<h2>First inf or NaN</h2><pre>forward pass: aten::log (after (model))"));
 }
 
 TEST(TensorBoardWriter, EncodesVarints) {

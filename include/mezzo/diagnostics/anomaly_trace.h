@@ -110,7 +110,7 @@ inline std::optional<std::vector<TensorSummary>> rerun_in_dtype(const ObservedOp
 
 /// A traced op, with summaries of its outputs.
 struct AnomalyFrame : OpLocation {
-  std::vector<TensorSummary> outputs = {};
+  std::vector<TensorSummary> outputs = {};  ///< in the order of the schema
 };
 
 /// An op whose output contains an inf or NaN that no traced op produced before.

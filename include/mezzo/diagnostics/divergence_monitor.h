@@ -35,7 +35,7 @@ enum class DivergenceAction : std::uint8_t {
 struct DivergenceMonitorOptions {
   std::int64_t consecutive_skips = 10;  ///< number of skipped steps that triggers a finding
   double min_scale = 0.5;               ///< a skipped step at this loss scale or less triggers one
-  DivergenceAction action = DivergenceAction::report;
+  DivergenceAction action = DivergenceAction::report;  ///< for each finding
   std::function<void(const Finding&)> callback =
       {};                                  ///< called with a finding, instead of std::cerr
   std::optional<int> rank = std::nullopt;  ///< of this process, printed with each finding

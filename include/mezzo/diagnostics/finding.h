@@ -30,7 +30,7 @@ inline std::string_view to_string(FindingSeverity severity) {
 /// One result of a diagnostic tool. If the evidence does not determine the cause, `reason` or
 /// `remedy` contains "unknown", and `remedy` names the next thing to check.
 struct Finding {
-  FindingSeverity severity = FindingSeverity::note;
+  FindingSeverity severity = FindingSeverity::note;  ///< how serious it is
   std::string check = {};   ///< the check that produced it, such as "range"
   std::string where = {};   ///< module, parameter, op or step, such as "after encoder.0"
   std::string reason = {};  ///< what was observed, with values, and its consequence

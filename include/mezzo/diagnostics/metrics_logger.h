@@ -28,10 +28,10 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
-/// Metrics of a step that only the training program knows.
+/// Metrics of a step that the training program supplies.
 struct StepMetricsOptions {
   std::int64_t tokens = 0;  ///< tokens or samples since the previous step; 0 if not counted
-  std::optional<double> learning_rate = std::nullopt;
+  std::optional<double> learning_rate = std::nullopt;  ///< of the step
 };
 
 namespace detail {
@@ -106,6 +106,7 @@ inline std::optional<double> memory_in_use(const at::Tensor& loss) {
 /// Not thread-safe. Callbacks run in `record`, `flush` and the destructor.
 class MetricsLogger {
  public:
+  /// Receives each step once, in the thread that calls `record` or `flush`.
   using Callback = std::function<void(const StepMetrics&)>;
 
   /// \param first_step  number of the first recorded step; more than 1 in a resumed run

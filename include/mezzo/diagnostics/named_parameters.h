@@ -15,10 +15,10 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
-/// One of several models; `name` is the prefix of its parameters' names.
+/// One of several models.
 struct NamedModel {
-  std::string name;
-  std::reference_wrapper<const torch::nn::Module> model;
+  std::string name;                                       ///< prefix of its parameters' names
+  std::reference_wrapper<const torch::nn::Module> model;  ///< must outlive the call
 };
 
 namespace detail {

@@ -104,7 +104,7 @@ class TensorNames {
   TensorsByName tensors_;
 };
 
-/// An op in progress, as one observer sees it.
+/// An op in progress, as passed to one observer.
 struct ObservedOp : OpLocation {
   c10::OperatorHandle handle;
   std::vector<c10::IValue> inputs;

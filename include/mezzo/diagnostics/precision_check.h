@@ -54,10 +54,10 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
 /// Result of check_precision. docs/precision-check.md lists the checks.
 struct PrecisionReport {
-  c10::Device device = c10::Device(c10::DeviceType::CPU);
-  at::ScalarType dtype = at::kBFloat16;  ///< that the model was checked for
-  std::int64_t parameters = 0;           ///< number of elements of all parameters
-  std::vector<Finding> findings = {};    ///< most severe first
+  c10::Device device = c10::Device(c10::DeviceType::CPU);  ///< that the model was checked on
+  at::ScalarType dtype = at::kBFloat16;                    ///< that the model was checked for
+  std::int64_t parameters = 0;                             ///< number of elements of all parameters
+  std::vector<Finding> findings = {};                      ///< most severe first
 
   /// Returns the severity of the most severe finding; note if there is none.
   FindingSeverity max_severity() const {
@@ -75,11 +75,10 @@ inline std::ostream& operator<<(std::ostream& stream, const PrecisionReport& rep
     const int count = counts.at(static_cast<std::size_t>(severity));
     return std::to_string(count) + " " + std::string(to_string(severity)) + (count == 1 ? "" : "s");
   };
-  stream << "Precision check of " << std::to_string(report.parameters)
-         << " parameters on " << report.device << " for " << detail::dtype_name(report.dtype)
-         << ": " << format_count(FindingSeverity::error) << ", "
-         << format_count(FindingSeverity::warning) << ", " << format_count(FindingSeverity::note)
-         << "\n\n";
+  stream << "Precision check of " << std::to_string(report.parameters) << " parameters on "
+         << report.device << " for " << detail::dtype_name(report.dtype) << ": "
+         << format_count(FindingSeverity::error) << ", " << format_count(FindingSeverity::warning)
+         << ", " << format_count(FindingSeverity::note) << "\n\n";
   for (const Finding& finding : report.findings) stream << finding;
   return stream;
 }

@@ -37,6 +37,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 /// docs/debugging.md ("What did the run do?") has a loop that writes one.
 class RunReport {
  public:
+  /// \param title  heading of the page
   explicit RunReport(std::string title) : title_(std::move(title)) {}
   RunReport(const RunReport&) = delete;  // a MetricsLogger would write to its copy: pass std::ref
   RunReport& operator=(const RunReport&) = delete;

@@ -22,8 +22,8 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 /// Options of TraceOnSkips.
 struct TraceOnSkipsOptions {
   std::int64_t consecutive_skips = 3;  ///< number that starts a trace
-  AnomalyTraceOptions trace = {};
-  std::ostream* stream = &std::cerr;  ///< receives the trace; null for none; must outlive this
+  AnomalyTraceOptions trace = {};      ///< of the trace
+  std::ostream* stream = &std::cerr;   ///< receives the trace; null for none; must outlive this
   std::function<void(const AnomalyTrace&)> callback = {};  ///< called with the finished trace
 };
 

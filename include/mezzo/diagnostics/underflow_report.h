@@ -106,7 +106,9 @@ class UnderflowReport {
   /// Returns the statistics over all layers, named "all layers".
   LayerRangeStats total() const { return normalize(total_counts_); }
 
+  /// Returns the dtype whose range is used.
   at::ScalarType dtype() const noexcept { return dtype_; }
+  /// Returns the options of the constructor.
   const UnderflowReportOptions& options() const noexcept { return options_; }
 
  private:
