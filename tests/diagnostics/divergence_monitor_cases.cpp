@@ -89,12 +89,13 @@ Run buffer_case(double fill) {
   };
 }
 
-/// Least squares with the learning rate multiplied by `factor`; fixed by dividing it by 10 until
-/// the loss decreases, as the remedy says.
+/// Trains with the learning rate multiplied by `factor`, and returns the first finding.
 using Trial =
     std::function<std::string(nn::Sequential& model, const Tensor& inputs, double factor)>;
 
-Run least_mean_square(Trial trial, bool divides_lr = true) {
+/// Least squares; fixed by dividing the learning rate by 10 until the loss decreases, as the remedy
+/// says.
+Run least_squares(Trial trial, bool divides_lr = true) {
   return [=](bool fixed) {
     const auto run = [&](double factor) {
       torch::manual_seed(0);
@@ -112,7 +113,7 @@ Run least_mean_square(Trial trial, bool divides_lr = true) {
 
 template <class Optimizer>
 Run lr_case(double lr) {
-  return least_mean_square([=](nn::Sequential& model, const Tensor& inputs, double factor) {
+  return least_squares([=](nn::Sequential& model, const Tensor& inputs, double factor) {
     return monitor_run(*model, Optimizer(model->parameters(), lr * factor),
                        [&] { return model->forward(inputs).sub(1).square().mean(); });
   });
@@ -120,7 +121,7 @@ Run lr_case(double lr) {
 
 Run sgd_case(const std::function<mezzo::optim::SGDOptions(bool fixed)>& options,
              double input_scale = 1) {
-  return least_mean_square(
+  return least_squares(
       [=](nn::Sequential& model, const Tensor& inputs, double factor) {
         const bool fixed = factor != 1;
         return monitor_run(*model, mezzo::optim::SGD(model->parameters(), options(fixed)), [&] {
@@ -291,7 +292,7 @@ std::vector<FaultCase> divergence_monitor_cases() {
        "normalized inputs"},
       {"NanLearningRate",
        "a schedule whose warmup divides 0 by 0",
-       least_mean_square([](nn::Sequential& model, const Tensor& inputs, double factor) {
+       least_squares([](nn::Sequential& model, const Tensor& inputs, double factor) {
          torch::optim::AdamW optimizer(model->parameters(), 1e-3);
          if (factor == 1) optimizer.param_groups()[0].options().set_lr(std::nan(""));
          return monitor_run(*model, optimizer,
@@ -335,7 +336,7 @@ std::vector<FaultCase> divergence_monitor_cases() {
       {"OverflowAtMinScale",
        "the same with an initial scale of 0.5",
        gradient_case("head.weight", 0.5),
-       {"1 consecutive skipped steps, loss scale 0.5", "head.weight, in 1 of 3 layers"},
+       {"1 skipped step, loss scale 0.5", "head.weight, in 1 of 3 layers"},
        "the cause is unknown: use TraceOnSkips"},
       {"InfFromAnotherRank",
        "inf in the gradients that rank 0 receives, with a finite loss on rank 0",

@@ -87,11 +87,11 @@ TEST(MetricsLogger, SyncsForOldestOf1025Steps) {
   logger.add_callback(append_to(steps));
   const auto pending = std::make_shared<PendingStep>();
   logger.record(StepResult(pending), torch::tensor(1.0));
-  const StepResult ran(StepResult::Values{.applied = true});
-  for (int step = 2; step <= 1024; ++step) logger.record(ran, torch::tensor(2.0));
+  const StepResult applied(StepResult::Values{.applied = true});
+  for (int step = 2; step <= 1024; ++step) logger.record(applied, torch::tensor(2.0));
   EXPECT_TRUE(steps.empty());
   EXPECT_EQ(pending->syncs, 0);
-  logger.record(ran, torch::tensor(2.0));
+  logger.record(applied, torch::tensor(2.0));
   EXPECT_GT(pending->syncs, 0);
   ASSERT_EQ(steps.size(), 1025) << "with the steps behind it";
   EXPECT_EQ(steps[0].step, 1);
@@ -127,16 +127,16 @@ TEST(MetricsLogger, RecordsGradScalerSteps) {
 
 TEST(MetricsLogger, ThrowsForLossWithSeveralElements) {
   MetricsLogger logger;
-  const StepResult ran(StepResult::Values{.applied = true});
+  const StepResult applied(StepResult::Values{.applied = true});
   EXPECT_THAT(
-      [&] { logger.record(ran, torch::ones({2})); },
+      [&] { logger.record(applied, torch::ones({2})); },
       ThrowsMessage<c10::Error>(HasSubstr("expected a loss with one element, but got 2 elements")));
   EXPECT_THAT(
       [] { mezzo::CsvWriter("/no/such/directory/run.csv"); },
       ThrowsMessage<c10::Error>(HasSubstr("Cannot open /no/such/directory/run.csv for writing")));
   std::vector<StepMetrics> steps;
   logger.add_callback(append_to(steps));
-  logger.record(ran, torch::ones({1}));
+  logger.record(applied, torch::ones({1}));
   ASSERT_EQ(steps.size(), 1);
   EXPECT_EQ(steps[0].step, 1) << "the rejected loss was not counted";
 }
@@ -209,12 +209,12 @@ TEST(MetricsLogger, RestartClockExcludesElapsedTime) {
   std::vector<StepMetrics> steps;
   MetricsLogger logger;
   logger.add_callback(append_to(steps));
-  const StepResult ran(StepResult::Values{.applied = true, .scale = 1});
+  const StepResult applied(StepResult::Values{.applied = true, .scale = 1});
   logger.restart_clock();
-  logger.record(ran, torch::tensor(1.0), {.tokens = 10});
+  logger.record(applied, torch::tensor(1.0), {.tokens = 10});
   std::this_thread::sleep_for(std::chrono::milliseconds(300));
   logger.restart_clock();
-  logger.record(ran, torch::tensor(1.0), {.tokens = 10, .learning_rate = 0.5});
+  logger.record(applied, torch::tensor(1.0), {.tokens = 10, .learning_rate = 0.5});
   ASSERT_EQ(steps.size(), 2U);
   EXPECT_TRUE(steps[0].tokens_per_second) << "timed since restart_clock()";
   EXPECT_LT(steps[1].seconds, 0.2);

@@ -92,15 +92,16 @@ class DivergenceMonitor {
 
   Finding make_finding(const StepMetrics& metrics) const {
     Finding finding{.severity = FindingSeverity::error, .check = "divergence"};
-    finding.where =
-        "Training diverges (" +
-        (options_.rank ? "rank " + std::to_string(*options_.rank) + ", " : "") + "step " +
-        std::to_string(metrics.step) + ", " + std::to_string(skips_) +
-        " consecutive skipped steps, loss scale " + detail::format_number(metrics.scale) +
-        (metrics.loss ? ", loss " + detail::format_significant(*metrics.loss, 4) : "") + ")";
+    finding.where = "Training diverges (" +
+                    (options_.rank ? "rank " + std::to_string(*options_.rank) + ", " : "") +
+                    "step " + std::to_string(metrics.step) + ", " + std::to_string(skips_) +
+                    (skips_ == 1 ? " skipped step" : " consecutive skipped steps") +
+                    ", loss scale " + detail::format_number(metrics.scale) +
+                    (metrics.loss ? ", loss " + detail::format_significant(*metrics.loss, 4) : "") +
+                    ")";
     const bool is_loss_nonfinite = has_nonfinite_loss(metrics);
     if (const std::string weight = detail::find_nonfinite(parameters_); !weight.empty()) {
-      add_weight(finding, weight, is_loss_nonfinite && !metrics.skipped);
+      describe_weight(finding, weight, is_loss_nonfinite && !metrics.skipped);
     } else if (const std::string buffer = detail::find_nonfinite(buffers_); !buffer.empty()) {
       finding.reason = detail::describe_nonfinite_buffer(buffer);
     } else {
@@ -121,7 +122,8 @@ class DivergenceMonitor {
     return finding;
   }
 
-  void add_weight(Finding& finding, const std::string& weight, bool applied_nonfinite_loss) const {
+  void describe_weight(Finding& finding, const std::string& weight,
+                       bool applied_nonfinite_loss) const {
     finding.reason = weight + " contains inf or NaN";
     if (was_nonfinite_) {
       finding.reason += ", as the weights did when the DivergenceMonitor was constructed";
