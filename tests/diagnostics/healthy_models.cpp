@@ -369,7 +369,7 @@ Tensor compute_loss(at::ScalarType dtype, Model& model) {
 }
 
 /// Trains 30 steps with a DivergenceMonitor, and sets `scale` to the final loss scale.
-std::string monitor(Model& model, at::ScalarType dtype, double& scale) {
+std::string monitor_model(Model& model, at::ScalarType dtype, double& scale) {
   std::string output = kNothing;
   mezzo::MetricsLogger logger;
   logger.add_callback(mezzo::DivergenceMonitor(
@@ -398,7 +398,7 @@ std::string trace_model(Model& model, at::ScalarType dtype, double scale) {
   return anomalies.empty() ? kNothing : anomalies.front().message();
 }
 
-std::string check_model(const ModelPtr& model, at::ScalarType dtype) {
+std::string check_healthy_model(const ModelPtr& model, at::ScalarType dtype) {
   const auto report = mezzo::check_precision(model, model->sample, torch::kCPU, {.dtype = dtype});
   for (const auto& finding : report.findings) {
     const bool is_value_check = finding.check == "forward" || finding.check == "range";
@@ -439,10 +439,11 @@ std::vector<HealthyCase> healthy_model_cases() {
     for (const at::ScalarType dtype : {torch::kFloat, torch::kBFloat16, torch::kHalf}) {
       const std::string prefix = c10::str(name, " in ", dtype, ", ");
       const auto scale = std::make_shared<double>(1);
-      cases.push_back({prefix + "monitored", [=] { return monitor(*make(), dtype, *scale); }});
+      cases.push_back(
+          {prefix + "monitored", [=] { return monitor_model(*make(), dtype, *scale); }});
       cases.push_back({prefix + "traced", [=] { return trace_model(*make(), dtype, *scale); }});
       if (dtype == torch::kFloat) continue;  // check_precision needs a low-precision dtype
-      cases.push_back({prefix + "checked", [=] { return check_model(make(), dtype); }});
+      cases.push_back({prefix + "checked", [=] { return check_healthy_model(make(), dtype); }});
     }
   }
   return cases;

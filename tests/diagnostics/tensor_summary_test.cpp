@@ -14,17 +14,17 @@ namespace {
 using mezzo::summarize;
 using mezzo::TensorSummary;
 
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr float kFloatInfinity = std::numeric_limits<float>::infinity();
 
 TEST(TensorSummary, ReadsAllDtypesAndLayouts) {
-  const torch::Tensor values =
-      torch::tensor({-3.0F, 0.5F, 2.0F, -kInfinity, kInfinity, std::nanf(""), -kInfinity});
-  const torch::Tensor sparse =
-      torch::sparse_coo_tensor(torch::tensor({{5L, 2L}}), torch::tensor({1.0F, -kInfinity}), {9});
+  const torch::Tensor values = torch::tensor(
+      {-3.0F, 0.5F, 2.0F, -kFloatInfinity, kFloatInfinity, std::nanf(""), -kFloatInfinity});
+  const torch::Tensor sparse = torch::sparse_coo_tensor(
+      torch::tensor({{5L, 2L}}), torch::tensor({1.0F, -kFloatInfinity}), {9});
   const std::vector<TensorSummary> all =
       summarize({values, values.to(torch::kHalf), values.to(torch::kDouble).unsqueeze(0).t(),
                  sparse, torch::ones({4}).to(torch::kFloat8_e5m2), torch::arange(3),
-                 torch::Tensor(), torch::empty({0}), torch::full({2}, kInfinity)});
+                 torch::Tensor(), torch::empty({0}), torch::full({2}, kFloatInfinity)});
   for (int i = 0; i < 3; ++i) {
     EXPECT_EQ(all[i].numel, 7) << i;
     EXPECT_EQ(all[i].min, -3) << i;

@@ -17,13 +17,13 @@ namespace {
 using mezzo::AnomalyTrace;
 using testing::HasSubstr;
 
-torch::nn::Sequential make_model() {
+torch::nn::Sequential make_two_layers() {
   torch::manual_seed(0);
   return torch::nn::Sequential(torch::nn::Linear(4, 8), torch::nn::ReLU(), torch::nn::Linear(8, 2));
 }
 
 TEST(TraceOnSkips, TwoTraceTheSameStep) {
-  auto model = make_model();
+  auto model = make_two_layers();
   mezzo::MetricsLogger logger;
   int calls = 0;
   for (int i = 0; i < 2; ++i) {
@@ -42,7 +42,7 @@ TEST(TraceOnSkips, TwoTraceTheSameStep) {
 }
 
 TEST(TraceOnSkips, LateMetricsDoNotEndTrace) {
-  auto model = make_model();
+  auto model = make_two_layers();
   int calls = 0;
   mezzo::TraceOnSkips trace_on_skips(
       *model,
@@ -61,7 +61,7 @@ TEST(TraceOnSkips, LateMetricsDoNotEndTrace) {
 }
 
 TEST(TraceOnSkips, TracesOneStepAfterConsecutiveSkips) {
-  auto model = make_model();
+  auto model = make_two_layers();
   std::ostringstream out;
   int calls = 0;
   mezzo::MetricsLogger logger;

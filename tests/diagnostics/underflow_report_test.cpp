@@ -19,7 +19,7 @@ using mezzo::UnderflowReport;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
 
-const float kInfinity = std::numeric_limits<float>::infinity();
+const float kFloat32Infinity = std::numeric_limits<float>::infinity();
 
 float power(int exponent) { return std::ldexp(1.0F, exponent); }
 
@@ -47,7 +47,7 @@ TEST_P(UnderflowReportDtypes, FractionsMatchCasts) {
   torch::Tensor values =
       torch::exp2(torch::rand({5000}) * 250 - 130) * (torch::randn({5000}).sign());
   values.index_put_({torch::indexing::Slice(0, 100)}, 0);
-  values.index_put_({torch::indexing::Slice(100, 130)}, kInfinity);
+  values.index_put_({torch::indexing::Slice(100, 130)}, kFloat32Infinity);
   values.index_put_({torch::indexing::Slice(130, 150)}, std::nanf(""));
   UnderflowReport report(GetParam());
   report.add("layer", values);
@@ -149,7 +149,7 @@ TEST(SuggestLossScale, UsesDtypeRange) {
   UnderflowReport small(torch::kHalf, {.loss_scale = 1024});
   small.add("layer", torch::tensor({power(-30)}));
   EXPECT_EQ(mezzo::suggest_loss_scale(small), power(24)) << "Apex's maximum";
-  report.add("layer", torch::tensor({kInfinity}));
+  report.add("layer", torch::tensor({kFloat32Infinity}));
   EXPECT_EQ(mezzo::suggest_loss_scale(report), 32);
 }
 
@@ -181,7 +181,7 @@ TEST(SuggestLossScale, HandlesAllZeroGrads) {
 
 TEST(SuggestLossScale, LowersScaleAfterOverflow) {
   UnderflowReport report(torch::kHalf, {.loss_scale = 64});
-  report.add("layer", torch::tensor({0.5F, kInfinity}));
+  report.add("layer", torch::tensor({0.5F, kFloat32Infinity}));
   std::ostringstream text;
   text << report;
   EXPECT_EQ(mezzo::suggest_loss_scale(report), 32);
