@@ -45,7 +45,7 @@ struct Run {
 };
 
 std::string bytes_of(Run& run, const std::filesystem::path& folder) {
-  mezzo::CheckpointManager checkpoints(folder, {.keep = 1});
+  mezzo::CheckpointManager checkpoints(folder, {.max_to_keep = 1});
   const auto saved = checkpoints.save(run.state, 7);
   std::string bytes = test_support::read_file(saved.path);
   std::filesystem::remove(saved.path);

@@ -76,7 +76,7 @@ void expect_summary(const std::vector<torch::Tensor>& gradients, float inv_scale
 class GradStatsKernelFn : public testing::TestWithParam<std::tuple<torch::ScalarType, CpuIsa>> {
  protected:
   void SetUp() override {
-    if (!mezzo::detail::has_isa(isa())) GTEST_SKIP() << "this CPU has no " << name_of(isa());
+    if (!mezzo::detail::has_isa(isa())) GTEST_SKIP() << "this CPU has no " << isa_name(isa());
   }
   static torch::ScalarType dtype() { return std::get<0>(GetParam()); }
   static CpuIsa isa() { return std::get<1>(GetParam()); }

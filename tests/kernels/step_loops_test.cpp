@@ -226,7 +226,7 @@ TEST_P(StepLoops, ClearTheGradientsWhenAsked) {
 INSTANTIATE_TEST_SUITE_P(AllInstructionSets, StepLoops,
                          testing::Values(CpuIsa::scalar, CpuIsa::vector128, CpuIsa::avx2,
                                          CpuIsa::avx512),
-                         [](const auto& test) { return name_of(test.param); });
+                         [](const auto& test) { return isa_name(test.param); });
 
 TEST(StepLoopDtypes, HaveNoLoopForOthers) {
   EXPECT_TRUE(get_step_kernel<AdamFunctor<false>>(kPlain, torch::kHalf, mezzo::detail::best_isa()));

@@ -33,7 +33,7 @@ using mezzo::detail::CpuIsa;
 class UnscaleLoop : public testing::TestWithParam<std::tuple<torch::ScalarType, CpuIsa>> {
  protected:
   void SetUp() override {
-    if (!mezzo::detail::has_isa(isa())) GTEST_SKIP() << "this CPU has no " << name_of(isa());
+    if (!mezzo::detail::has_isa(isa())) GTEST_SKIP() << "this CPU has no " << isa_name(isa());
     loop_ = mezzo::detail::get_unscale_kernel(dtype(), isa());
   }
   static torch::ScalarType dtype() { return std::get<0>(GetParam()); }
