@@ -25,7 +25,7 @@ bool contains(std::string_view text, std::string_view part) {
 }
 
 /// Parts of messages that state a cause.
-constexpr std::array<std::string_view, 11> kCauses = {
+constexpr std::array<std::string_view, 12> kCauses = {
     "did when the DivergenceMonitor was constructed",
     "the model needs no change",
     "is not finite, and later steps cannot restore it",
@@ -36,6 +36,7 @@ constexpr std::array<std::string_view, 11> kCauses = {
     "finite either: log",
     "finite either: square root",
     "finite either: acos",
+    "finite either: asin",
     "finite either: division by 0",
 };
 
