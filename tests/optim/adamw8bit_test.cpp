@@ -81,7 +81,7 @@ void expect_same_state(const AdamW8bitParamState& left, const AdamW8bitParamStat
   EXPECT_TRUE(is_same(left.exp_avg_sq_absmax(), right.exp_avg_sq_absmax()));
 }
 
-TEST(AdamW8bit, StaysNearFloatMoments) {
+TEST(AdamW8bit, ConvergesLikeFloat32Moments) {
   for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
     Descent wide(dtype);
     Descent narrow(dtype);
@@ -99,7 +99,7 @@ TEST(AdamW8bit, StaysNearFloatMoments) {
 
 /// bitsandbytes 0.50.2's AdamW8bit on the CPU, beside torch.optim.AdamW 2.11, ends 0.06346 of the
 /// way from float's result in these steps (data/adamw8bit.py).
-TEST(AdamW8bit, AThousandStepsEndAsNearToFloatAsBitsandbytes) {
+TEST(AdamW8bit, MatchesBitsandbytesErrorAfter1000Steps) {
   constexpr int64_t kSize = 8192;
   const at::Tensor start = numbers(kSize, 1);
   const at::Tensor target = numbers(kSize, 2);
@@ -125,7 +125,7 @@ TEST(AdamW8bit, AThousandStepsEndAsNearToFloatAsBitsandbytes) {
 }
 
 /// A parameter of floats whose moments are floats takes mezzo's AdamW's steps, to the bit.
-TEST(AdamW8bit, WithFloatMomentsTakesAdamWsSteps) {
+TEST(AdamW8bit, Float32MomentsMatchAdamW) {
   Descent left(at::kFloat, {70, 90});
   Descent right(at::kFloat, {70, 90});
   AdamW8bit own({left.parameter}, torch::optim::AdamWOptions(1e-2).weight_decay(0.1),
@@ -136,7 +136,7 @@ TEST(AdamW8bit, WithFloatMomentsTakesAdamWsSteps) {
   EXPECT_TRUE(left.parameter.equal(right.parameter));
 }
 
-TEST(AdamW8bit, HasCodesAndScales) {
+TEST(AdamW8bit, StateHoldsQuantizedMomentsAndAbsmax) {
   Descent run;
   AdamW8bit optimizer({run.parameter}, {1e-2});
   run.steps(optimizer, 3);
@@ -149,7 +149,7 @@ TEST(AdamW8bit, HasCodesAndScales) {
 }
 
 /// Gradients of other layouts than the parameter's, and of float beside bfloat16 weights.
-TEST(AdamW8bit, TakesAnyLayoutAndFloatGradientsOfBfloat16Weights) {
+TEST(AdamW8bit, AcceptsAnyStridesAndFloat32Gradients) {
   const at::Tensor start = numbers(40000, 3).view({8, 50, 10, 10}).to(at::kBFloat16);
   std::vector<at::Tensor> reached;
   for (const auto& [layout, dtype] : std::vector<std::pair<at::MemoryFormat, at::ScalarType>>{
@@ -172,7 +172,7 @@ TEST(AdamW8bit, TakesAnyLayoutAndFloatGradientsOfBfloat16Weights) {
   EXPECT_FALSE(reached[0].equal(start));
 }
 
-TEST(AdamW8bit, SmallParametersAndThoseThatAreNamedKeepFloats) {
+TEST(AdamW8bit, SmallAndNamedParamsKeepFloat32Moments) {
   for (const bool is_named : {false, true}) {
     Descent run(at::kBFloat16, {is_named ? 5000 : 4095});
     AdamW8bitOptions options;
@@ -187,13 +187,13 @@ TEST(AdamW8bit, SmallParametersAndThoseThatAreNamedKeepFloats) {
   }
 }
 
-TEST(AdamW8bit, FloatMomentsOfAnotherTensorThrow) {
+TEST(AdamW8bit, ThrowsForUnknownParamWithFp32State) {
   const std::vector<at::Tensor> x{at::ones({1})};
   EXPECT_THAT([&] { AdamW8bit(x, {1e-3}, {.params_with_fp32_state = {at::ones({1})}}); },
               ThrowsMessage<c10::Error>(HasSubstr("params_with_fp32_state[0] is no parameter")));
 }
 
-TEST(AdamW8bit, RefusesWhatItCannotStepAndTouchesNothing) {
+TEST(AdamW8bit, ThrowsForUnsupportedParamBeforeWriting) {
   Descent good;
   const auto expect_error = [&](const at::Tensor& bad, const at::Tensor& gradient,
                                 const char* message) {
@@ -212,7 +212,7 @@ TEST(AdamW8bit, RefusesWhatItCannotStepAndTouchesNothing) {
   expect_error(at::ones({3, 4}).slice(1, 0, 2), at::ones({3, 2}), "has gaps in its memory");
 }
 
-TEST(AdamW8bit, StateInAnotherFormThrows) {
+TEST(AdamW8bit, ThrowsForMalformedState) {
   using State = AdamW8bitParamState;
   const std::function<void(State&)> forms[] = {
       [](State& state) { state.exp_avg(state.exp_avg().to(at::kFloat)); },
@@ -238,7 +238,7 @@ TEST(AdamW8bit, StateInAnotherFormThrows) {
   }
 }
 
-TEST(AdamW8bit, IsTheSameForAnyNumberOfThreads) {
+TEST(AdamW8bit, BitwiseIdenticalAcrossThreadCounts) {
   const int threads = at::get_num_threads();
   std::vector<at::Tensor> reached;
   for (const int count : {1, 3}) {
@@ -252,7 +252,7 @@ TEST(AdamW8bit, IsTheSameForAnyNumberOfThreads) {
   EXPECT_TRUE(reached[0].equal(reached[1]));
 }
 
-TEST(AdamW8bit, AFileGoesOnToTheBit) {
+TEST(AdamW8bit, ResumesBitwiseFromArchive) {
   Descent run(at::kBFloat16);
   AdamW8bit optimizer({run.parameter}, {1e-2}, {.seed = 7});
   run.steps(optimizer, 5);
@@ -276,7 +276,7 @@ TEST(AdamW8bit, AFileGoesOnToTheBit) {
                     get_param_state<AdamW8bitParamState>(optimizer, run.parameter));
 }
 
-TEST(AdamW8bit, BumpsTheVersionsOfWhatItWrites) {
+TEST(AdamW8bit, BumpsVersionCounters) {
   Descent run;
   AdamW8bit optimizer({run.parameter}, {1e-2});
   const auto before = run.parameter._version();
@@ -287,7 +287,7 @@ TEST(AdamW8bit, BumpsTheVersionsOfWhatItWrites) {
 /// The paper's case for embeddings in float: beside a row with large gradients, the second moments
 /// of the other rows in its block are rounded to 0, and what is left of their first moments is
 /// divided by eps.
-TEST(AdamW8bit, AHotRowOfAnEmbeddingNeedsFloatMoments) {
+TEST(AdamW8bit, LargeEmbeddingRowNeedsFloat32Moments) {
   const auto furthest = [](bool in_float) {
     at::Tensor embedding = at::zeros({64, 64}).requires_grad_();  // four rows a block
     AdamW8bitOptions own;

@@ -49,7 +49,7 @@ std::function<std::vector<torch::Tensor>()> given(std::vector<torch::Tensor> mas
   return [masters] { return masters; };
 }
 
-TEST(Ema, BeginsAsTheWeightsAndFollowsThem) {
+TEST(Ema, StartsAtWeightsAndDecays) {
   torch::Tensor parameter = weight({8, 8});
   Ema ema({parameter}, {.decay = 0.75});
   EXPECT_EQ(ema.averages()[0][1].item<float>(), 8);
@@ -73,7 +73,7 @@ struct AveragedModel {
 };
 
 // What docs/migration.md says of AveragedModel.
-TEST(Ema, IsTorchsAveragedModelWithAnEmaThatWasUpdatedAtConstruction) {
+TEST(Ema, MatchesTorchAveragedModel) {
   AveragedModel theirs, without_an_update_at_construction;
   torch::Tensor parameter = weight({8});
   Ema ours({parameter}, {.decay = 0.5});
@@ -88,7 +88,7 @@ TEST(Ema, IsTorchsAveragedModelWithAnEmaThatWasUpdatedAtConstruction) {
   EXPECT_EQ(ours.averages()[0].item<double>(), 9.75);
 }
 
-TEST(Ema, MovesTheAveragesOfFrozenParametersToo) {
+TEST(Ema, UpdatesAveragesOfFrozenParams) {
   torch::Tensor trained = weight({1}), frozen = weight({2}).requires_grad_(false);
   Ema ema({trained, frozen}, {.decay = 0.5});
   write(frozen, 100);
@@ -97,7 +97,7 @@ TEST(Ema, MovesTheAveragesOfFrozenParametersToo) {
   EXPECT_EQ(ema.averages()[0].item<float>(), 1);
 }
 
-TEST(Ema, StandsStillForASkippedStep) {
+TEST(Ema, SkippedStepLeavesAveragesUnchanged) {
   torch::Tensor parameter = weight({8});
   Ema ema({parameter}, {.decay = 0.5});
   write(parameter, 4);
@@ -107,7 +107,7 @@ TEST(Ema, StandsStillForASkippedStep) {
   EXPECT_EQ(ema.averages()[0].item<float>(), 6);
 }
 
-TEST(Ema, KeepsFloatOfWeightsOf16BitsAndTakesMastersWhereGiven) {
+TEST(Ema, AveragesAreFloat32AndFollowMasters) {
   torch::Tensor parameter = weight({1, 1}, torch::kBFloat16), other = weight({1}, torch::kBFloat16);
   torch::Tensor master = torch::ones({2});
   Ema ema({parameter, other}, {.decay = 0.5, .masters = given({master, torch::Tensor()})});
@@ -119,7 +119,7 @@ TEST(Ema, KeepsFloatOfWeightsOf16BitsAndTakesMastersWhereGiven) {
   EXPECT_EQ(ema.averages()[1].item<float>(), 2);
 }
 
-TEST(Ema, FollowsAnOptimizersMastersWhenAFileGaveItOthers) {
+TEST(Ema, FollowsMastersReplacedByLoad) {
   torch::Tensor parameter = weight({0}, torch::kHalf);
   torch::optim::SGD sgd({parameter}, 1);
   mezzo::MasterWeights optimizer(sgd);
@@ -137,7 +137,7 @@ TEST(Ema, FollowsAnOptimizersMastersWhenAFileGaveItOthers) {
   EXPECT_EQ(train(), 1.25F);
 }
 
-TEST(Ema, UpdatesAllOfItsAveragesOrNone) {
+TEST(Ema, FailedUpdateChangesNoAverage) {
   torch::Tensor first = torch::zeros({1}), second = torch::zeros({1});
   Ema ema({first, second}, {.decay = 0.5});
   first.fill_(8);
@@ -147,7 +147,7 @@ TEST(Ema, UpdatesAllOfItsAveragesOrNone) {
   EXPECT_EQ(ema.averages()[0].item<float>(), 0);
 }
 
-TEST(Ema, TiedWeightsAreAveragedAndSwappedAsOne) {
+TEST(Ema, TiedWeightsShareOneAverage) {
   torch::nn::Linear tied(2, 2);
   const torch::nn::Sequential model(tied, tied);  // whose parameters are given twice
   Ema ema(model->parameters(), {.decay = 0.5});
@@ -161,7 +161,7 @@ TEST(Ema, TiedWeightsAreAveragedAndSwappedAsOne) {
   EXPECT_TRUE(tied->weight.eq(4).all().item<bool>());
 }
 
-TEST(Ema, RefusesWhatItCannotAverage) {
+TEST(Ema, ThrowsForInvalidDecayParamsOrMasters) {
   const torch::Tensor parameter = weight({1});
   EXPECT_THAT(message_of([&] { Ema({parameter}, {.decay = 1}); }), HasSubstr("decay is 1"));
   EXPECT_THAT(message_of([&] { Ema({parameter}, {.decay = -0.1}); }), HasSubstr("decay is -0.1"));
@@ -176,7 +176,7 @@ TEST(Ema, RefusesWhatItCannotAverage) {
               HasSubstr("has a master that is float32 [2]"));
 }
 
-TEST(Ema, GoesThroughAnArchiveAndRefusesAnotherModels) {
+TEST(Ema, SavesAndLoadsAndThrowsForOtherModel) {
   torch::Tensor parameter = weight({8, 6});
   Ema ema({parameter}, {.decay = 0.5});
   write(parameter, 2);
@@ -208,7 +208,7 @@ TEST(Ema, GoesThroughAnArchiveAndRefusesAnotherModels) {
   EXPECT_TRUE(torch::equal(loaded.averages()[0], torch::tensor({5.0F, 4.0F})));
 }
 
-TEST(EmaGuard, PutsAveragesInAndTheVeryMemoryBack) {
+TEST(EmaGuard, SwapsInAveragesAndRestoresStorage) {
   torch::Tensor parameter = weight({8, 8}, torch::kBFloat16);
   Ema ema({parameter}, {.decay = 0.5});
   write(parameter, 4);
@@ -226,7 +226,7 @@ TEST(EmaGuard, PutsAveragesInAndTheVeryMemoryBack) {
   EXPECT_EQ(ema.averages()[0][0].item<float>(), 6);
 }
 
-TEST(EmaGuard, LeavesAveragesAlone) {
+TEST(EmaGuard, PreservesAverages) {
   torch::Tensor parameter = weight({8}), other = weight({1});
   Ema ema({parameter}, {.decay = 0.5}), unconcerned({other});
   {
@@ -237,7 +237,7 @@ TEST(EmaGuard, LeavesAveragesAlone) {
   ema.update();
 }
 
-TEST(EmaGuard, KeepsStrides) {
+TEST(EmaGuard, PreservesStrides) {
   torch::Tensor parameter = torch::rand({2, 3, 4, 5}).to(torch::MemoryFormat::ChannelsLast);
   parameter.requires_grad_();
   const Ema ema({parameter});
@@ -247,7 +247,7 @@ TEST(EmaGuard, KeepsStrides) {
 }
 
 // Two that ended in the order in which they began would leave an average behind.
-TEST(EmaGuard, RefusesParametersThatHoldAveragesAndChangesNothing) {
+TEST(EmaGuard, NestedGuardThrows) {
   torch::Tensor shared = weight({8}), own = weight({8});
   Ema first({shared}, {.decay = 0.5}), second({own, shared}, {.decay = 0.25});
   for (torch::Tensor* const one : {&shared, &own}) write(*one, 4);
@@ -321,7 +321,7 @@ void expect_training_undisturbed(WeightStorage storage, at::ScalarType dtype) {
 }
 
 // A master or a file that is made in the scope would be made from the average.
-TEST(EmaGuard, RefusesMastersAndFilesOfTheWeightsThatItTookAway) {
+TEST(EmaGuard, MasterParamAndSaveThrowInsideGuard) {
   torch::Tensor parameter = torch::ones({3}, torch::kBFloat16).requires_grad_();
   auto optimizer = make(parameter, WeightStorage::fp32_master);
   step(optimizer, parameter);
@@ -336,7 +336,7 @@ TEST(EmaGuard, RefusesMastersAndFilesOfTheWeightsThatItTookAway) {
   EXPECT_EQ(mezzo::master_params(optimizer).size(), 1U);
 }
 
-TEST(EmaGuard, LeavesTrainingAsItWasToTheBit) {
+TEST(EmaGuard, TrainingContinuesBitwise) {
   expect_training_undisturbed(WeightStorage::plain, torch::kFloat);
   expect_training_undisturbed(WeightStorage::fp32_master, torch::kBFloat16);
   expect_training_undisturbed(WeightStorage::fp32_master, torch::kHalf);
@@ -344,7 +344,7 @@ TEST(EmaGuard, LeavesTrainingAsItWasToTheBit) {
   expect_training_undisturbed(WeightStorage::stochastic_rounding, torch::kBFloat16);
 }
 
-TEST(EmaGuard, RefusesAParameterOfAnotherShapeAndChangesNothing) {
+TEST(EmaGuard, ThrowsForResizedParam) {
   torch::Tensor first = weight({1}), second = weight({1});
   Ema ema({first, second}, {.decay = 0.5});
   write(first, 3);
@@ -357,7 +357,7 @@ TEST(EmaGuard, RefusesAParameterOfAnotherShapeAndChangesNothing) {
   EXPECT_NO_THROW(ema.update());
 }
 
-TEST(EmaGuard, TakesGradientsAwaySoThatAStepInsideTrainsNothing) {
+TEST(EmaGuard, StepInsideGuardHasNoGradients) {
   for (const auto storage :
        {WeightStorage::plain, WeightStorage::fp32_master, WeightStorage::split_master}) {
     torch::Tensor parameter = torch::linspace(-1, 1, 37).to(torch::kBFloat16).requires_grad_();
@@ -378,7 +378,7 @@ TEST(EmaGuard, TakesGradientsAwaySoThatAStepInsideTrainsNothing) {
   }
 }
 
-TEST(EmaGuard, GivesWeightsBackToWhoTrainedInside) {
+TEST(EmaGuard, RestoresWeightsTrainedInsideGuard) {
   for (const auto storage :
        {WeightStorage::plain, WeightStorage::fp32_master, WeightStorage::split_master}) {
     torch::Tensor parameter = torch::linspace(-1, 1, 37).to(torch::kBFloat16).requires_grad_();
@@ -400,7 +400,7 @@ TEST(EmaGuard, GivesWeightsBackToWhoTrainedInside) {
 }
 
 // master_params shows the gradients of parameters at their masters.
-TEST(Ema, OfMastersKeepsNoGradientAlive) {
+TEST(Ema, ReleasesGradientsOfMasters) {
   const torch::Tensor parameter = torch::ones({4}, torch::kBFloat16).requires_grad_();
   mezzo::optim::AdamW optimizer({parameter}, mezzo::optim::AdamWOptions(1e-2),
                                 {.weight_storage = WeightStorage::fp32_master});
@@ -413,7 +413,7 @@ TEST(Ema, OfMastersKeepsNoGradientAlive) {
   EXPECT_TRUE(parameter.grad().defined());
 }
 
-TEST(Ema, AveragesBuffersThatAreAppendedAndTakesMastersOfTheParameters) {
+TEST(Ema, AveragesAppendedBuffers) {
   torch::nn::BatchNorm1d norm(3);
   std::vector<torch::Tensor> averaged = norm->parameters();
   averaged.push_back(norm->running_mean);
@@ -464,12 +464,12 @@ std::vector<torch::Tensor> every_kind() {
           torch::rand({})};
 }
 
-TEST(StepResultOnTheHost, HasNoFlagOnADevice) {
+TEST(StepResult, HostResultHasNoDeviceFoundInf) {
   EXPECT_FALSE(StepResult({.applied = true}).found_inf_on_device().defined());
   EXPECT_FALSE(StepResult({.applied = false}).found_inf_on_device().defined());
 }
 
-TEST(EmaOnADevice, MovesAsTheHostsDoesWithoutAWait) {
+TEST(EmaDeviceResult, MatchesHostResultWithoutSync) {
   torch::manual_seed(3);
   const std::vector<torch::Tensor> parameters = every_kind();
   Ema on_device(parameters, {.decay = 0.9}), on_host(parameters, {.decay = 0.9});
@@ -484,7 +484,7 @@ TEST(EmaOnADevice, MovesAsTheHostsDoesWithoutAWait) {
   }
 }
 
-TEST(EmaOnADevice, ReadsTheWeightsAndWritesOnlyAverages) {
+TEST(EmaDeviceResult, WritesOnlyAverages) {
   const std::vector<torch::Tensor> parameters = every_kind();
   const std::vector<torch::Tensor> before = clone_all(parameters);
   Ema ema(parameters, {.decay = 0.5});
@@ -497,7 +497,7 @@ TEST(EmaOnADevice, ReadsTheWeightsAndWritesOnlyAverages) {
   }
 }
 
-TEST(EmaOnADevice, LeavesAllBitsAsTheyAreWhereTheStepWasSkipped) {
+TEST(EmaDeviceResult, SkippedStepLeavesAveragesUnchanged) {
   const std::vector<torch::Tensor> parameters = every_kind();
   Ema ema(parameters, {.decay = 0.5});
   for (const torch::Tensor& average : ema.averages()) {
@@ -515,14 +515,14 @@ TEST(EmaOnADevice, LeavesAllBitsAsTheyAreWhereTheStepWasSkipped) {
   }
 }
 
-TEST(EmaOnADevice, ShowsItsWritesToWhoeverCachesCastsOfAnAverage) {
+TEST(EmaDeviceResult, BumpsVersionCounters) {
   Ema ema({torch::ones({2})});
   const auto version = ema.averages()[0]._version();
   ema.update(step_with(0));
   EXPECT_GT(ema.averages()[0]._version(), version);
 }
 
-TEST(EmaUnderInference, IsFollowedByAnUpdateOutsideOfIt) {
+TEST(EmaInferenceMode, UpdatesInsideAndOutside) {
   torch::Tensor parameter = torch::ones({4});
   std::unique_ptr<Ema> ema;
   {

@@ -52,7 +52,7 @@ double norm_sq(GradBuckets& buckets) {
   return sum;
 }
 
-TEST(GradBuckets, GroupsByDtypeInReverseOrderUpToTheCap) {
+TEST(GradBuckets, GroupsByDtypeInReverseOrderUpToCap) {
   const std::vector<Tensor> parameters{leaf({16}), leaf({16}, torch::kBFloat16), leaf({16}),
                                        leaf({16}), leaf({4}, torch::kDouble)};
   const GradBuckets buckets(parameters, {.bucket_cap_bytes = 128});
@@ -66,7 +66,7 @@ TEST(GradBuckets, GroupsByDtypeInReverseOrderUpToTheCap) {
   EXPECT_EQ(buckets.buckets()[1].buffer.numel(), 32);
 }
 
-TEST(GradBuckets, BeginEachGradientAtACacheLineWithZerosBetween) {
+TEST(GradBuckets, AlignsGradientsTo64Bytes) {
   const std::vector<Tensor> parameters{leaf({3}), leaf({20})};
   GradBuckets buckets(parameters);
   loss_of(parameters, 2).backward();
@@ -78,7 +78,7 @@ TEST(GradBuckets, BeginEachGradientAtACacheLineWithZerosBetween) {
   EXPECT_TRUE(torch::equal(parameters[1].grad(), torch::ones({20})));
 }
 
-TEST(GradBuckets, KeepEveryGradientsValueStepAfterStep) {
+TEST(GradBuckets, PreservesGradientsOverSteps) {
   const std::vector<Tensor> parameters{leaf({3, 5}), leaf({7}, torch::kDouble),
                                        leaf({2, 2}, torch::kBFloat16), leaf({9}, torch::kHalf)};
   GradBuckets buckets(parameters);
@@ -97,7 +97,7 @@ TEST(GradBuckets, KeepEveryGradientsValueStepAfterStep) {
   }
 }
 
-TEST(GradBuckets, FindAGradientThatTheUserReplaced) {
+TEST(GradBuckets, CopiesReplacedGradientsIn) {
   const std::vector<Tensor> parameters{leaf({3, 4}), leaf({4}), leaf({3})};
   GradBuckets buckets(parameters);
   loss_of(parameters).backward();
@@ -113,7 +113,7 @@ TEST(GradBuckets, FindAGradientThatTheUserReplaced) {
   EXPECT_TRUE(torch::equal(parameters[2].grad(), torch::full({3}, -1.0F)));
 }
 
-TEST(GradBuckets, KeepGradientsThatWereExchanged) {
+TEST(GradBuckets, PreservesSwappedGradients) {
   const std::vector<torch::Tensor> parameters{torch::zeros({3}).requires_grad_(),
                                               torch::zeros({3}).requires_grad_()};
   mezzo::GradBuckets buckets(parameters);
@@ -126,7 +126,7 @@ TEST(GradBuckets, KeepGradientsThatWereExchanged) {
   EXPECT_TRUE(parameters[0].grad().is_same(buckets.bucket_view(0)));
 }
 
-TEST(GradBuckets, LeaveOutUnusedAndFrozenParameters) {
+TEST(GradBuckets, ZeroesUnusedAndFrozenParams) {
   const std::vector<Tensor> parameters{leaf({3}), leaf({4}), torch::ones({5})};
   GradBuckets buckets(parameters);
   loss_of(parameters).backward();
@@ -138,7 +138,7 @@ TEST(GradBuckets, LeaveOutUnusedAndFrozenParameters) {
   EXPECT_FALSE(parameters[1].grad().defined());
 }
 
-TEST(GradBuckets, TakeParametersOfAnyLayoutAndSize) {
+TEST(GradBuckets, AcceptsAnyStridesAndSize) {
   const auto transposed = torch::randn({4, 3}).t().requires_grad_();
   const auto with_gaps = torch::randn({4, 6}).slice(1, 0, 3).detach().requires_grad_();
   const std::vector<Tensor> parameters{
@@ -163,7 +163,7 @@ TEST(GradBuckets, TakeParametersOfAnyLayoutAndSize) {
   }
 }
 
-TEST(GradBuckets, HoldNothing) {
+TEST(GradBuckets, AcceptsEmptyParamList) {
   GradBuckets buckets(std::vector<Tensor>{});
   EXPECT_TRUE(buckets.buckets().empty());
   EXPECT_EQ(norm_sq(buckets), 0);
@@ -171,7 +171,7 @@ TEST(GradBuckets, HoldNothing) {
   buckets.zero_grad();
 }
 
-TEST(GradBuckets, ZeroAsModulesDo) {
+TEST(GradBuckets, ZeroGradMatchesModule) {
   const std::vector<Tensor> parameters{leaf({3}), leaf({4})};
   GradBuckets buckets(parameters);
   parameters[0].sum().backward();
@@ -182,7 +182,7 @@ TEST(GradBuckets, ZeroAsModulesDo) {
   EXPECT_FALSE(parameters[0].grad().defined());
 }
 
-TEST(GradBuckets, ConvertAGradientOfAnotherFloatingDtype) {
+TEST(GradBuckets, ConvertsGradientDtype) {
   const auto parameter = leaf({4});
   GradBuckets buckets({parameter});
   parameter.mutable_grad() = torch::full({4}, 1. / 3, torch::kDouble);
@@ -190,7 +190,7 @@ TEST(GradBuckets, ConvertAGradientOfAnotherFloatingDtype) {
   EXPECT_TRUE(torch::equal(parameter.grad(), torch::full({4}, 1. / 3)));
 }
 
-TEST(GradBuckets, AreOfTheDtypeInWhichAutogradAddsUp) {
+TEST(GradBuckets, UsesGradDtypeOfParams) {
   const auto parameter = leaf({4}, torch::kBFloat16);
   parameter.set_grad_dtype(torch::kFloat);
   GradBuckets buckets({parameter});
@@ -199,7 +199,7 @@ TEST(GradBuckets, AreOfTheDtypeInWhichAutogradAddsUp) {
   EXPECT_EQ(norm_sq(buckets), 4 * 1e6);
 }
 
-TEST(GradBuckets, RefuseWhatTheyWouldRoundOrCannotHold) {
+TEST(GradBuckets, ThrowsForRoundedOrMismatchedGradients) {
   for (const auto dtype : {torch::kHalf, torch::kBFloat16}) {
     const auto parameter = leaf({4}, dtype);
     GradBuckets buckets({parameter});
@@ -229,7 +229,7 @@ TEST(GradBuckets, RefuseWhatTheyWouldRoundOrCannotHold) {
   EXPECT_THAT(message_of([&] { own.copy_grads_to_buckets(); }), HasSubstr("and their place is"));
 }
 
-TEST(GradBuckets, NameAParameterThatCannotHaveAPlace) {
+TEST(GradBuckets, ThrowsForInvalidParam) {
   const auto twice = leaf({3});
   EXPECT_THAT(message_of([&] { GradBuckets({twice, twice}); }), HasSubstr("is given twice"));
   EXPECT_THAT(message_of([&] {
@@ -250,7 +250,7 @@ TEST(GradBuckets, NameAParameterThatCannotHaveAPlace) {
               HasSubstr("bucket_cap_bytes is 0"));
 }
 
-TEST(GradBuckets, TrainToTheBitsOfALoopWithoutThem) {
+TEST(GradBuckets, TrainingIsBitwiseIdentical) {
   const auto train = [](bool has_buckets) {
     torch::manual_seed(3);
     torch::nn::Linear model(7, 5);

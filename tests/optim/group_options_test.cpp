@@ -39,7 +39,7 @@ std::vector<double> options_of_groups() {
 
 // From libtorch 2.12 on such a group takes the optimizer's learning rate; before, it keeps the
 // default.
-TEST(GroupOptions, InheritAsLibtorchsDo) {
+TEST(GroupOptions, InheritLikeTorch) {
   using torch::optim::AdamWOptions;
   const auto expected = options_of_groups<torch::optim::AdamW, AdamWOptions>();
   EXPECT_EQ(expected[0] != 0, mezzo::detail::kGroupsInheritOptions);
@@ -51,7 +51,7 @@ TEST(GroupOptions, InheritAsLibtorchsDo) {
   EXPECT_EQ((options_of_groups<Muon, MuonOptions>()), expected);
 }
 
-TEST(GroupOptions, InheritWhereTheyHaveInitialValues) {
+TEST(GroupOptions, InheritWhereDefault) {
   mezzo::optim::LionOptions group, defaults(0.5);
   group.weight_decay(0.25);
   defaults.weight_decay(0.75).betas({0.5, 0.6});

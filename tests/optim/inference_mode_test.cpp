@@ -41,7 +41,7 @@ torch::Tensor slope_like(const torch::Tensor& parameter) {
 }
 
 template <class Case>
-class StepUnderInference : public testing::Test {
+class StepInferenceMode : public testing::Test {
  protected:
   using Optimizer = typename Case::Optimizer;
 
@@ -64,9 +64,9 @@ class StepUnderInference : public testing::Test {
 };
 
 using AllThere = testing::Types<AdamWThere, SgdThere>;
-TYPED_TEST_SUITE(StepUnderInference, AllThere);
+TYPED_TEST_SUITE(StepInferenceMode, AllThere);
 
-TYPED_TEST(StepUnderInference, IsFollowedByOneOutsideOfIt) {
+TYPED_TEST(StepInferenceMode, StepsInsideAndOutside) {
   for (const WeightStorage storage :
        {WeightStorage::plain, WeightStorage::fp32_master, WeightStorage::split_master,
         WeightStorage::stochastic_rounding}) {
@@ -76,7 +76,7 @@ TYPED_TEST(StepUnderInference, IsFollowedByOneOutsideOfIt) {
   }
 }
 
-TYPED_TEST(StepUnderInference, GoesOnFromAFileThatWasReadThere) {
+TYPED_TEST(StepInferenceMode, ResumesFromArchiveLoadedInside) {
   const auto parameter = torch::ones({kNumel}).requires_grad_();
   typename TypeParam::Optimizer optimizer({parameter}, TypeParam::options());
   parameter.mutable_grad() = slope_like(parameter);
@@ -91,7 +91,7 @@ TYPED_TEST(StepUnderInference, GoesOnFromAFileThatWasReadThere) {
   EXPECT_FALSE(torch::equal(parameter, before));
 }
 
-TYPED_TEST(StepUnderInference, TakesGradientsThatWereMadeThere) {
+TYPED_TEST(StepInferenceMode, AcceptsInferenceGradients) {
   for (const bool is_dense : {true, false}) {
     const auto parameter = torch::ones({kNumel, 2}).requires_grad_();
     typename TypeParam::Optimizer optimizer({parameter}, TypeParam::options());
@@ -107,7 +107,7 @@ TYPED_TEST(StepUnderInference, TakesGradientsThatWereMadeThere) {
   }
 }
 
-TYPED_TEST(StepUnderInference, RefusesParametersThatWereMadeThere) {
+TYPED_TEST(StepInferenceMode, ThrowsForInferenceParams) {
   std::optional<c10::InferenceMode> inference(std::in_place);
   const auto parameter = torch::ones({kNumel});
   parameter.mutable_grad() = slope_like(parameter);
@@ -120,7 +120,7 @@ TYPED_TEST(StepUnderInference, RefusesParametersThatWereMadeThere) {
   }
 }
 
-TEST(MasterWeightsUnderInference, GoOnFromAFileThatWasReadThere) {
+TEST(MasterWeightsInferenceMode, ResumesFromArchiveLoadedInside) {
   const auto train = [](bool mode) {
     const auto parameter = torch::linspace(1, 2, kNumel).to(torch::kBFloat16).requires_grad_();
     torch::optim::SGD inner({parameter}, 0.1);  // whose state libtorch could not write to later
@@ -141,7 +141,7 @@ TEST(MasterWeightsUnderInference, GoOnFromAFileThatWasReadThere) {
   EXPECT_TRUE(torch::equal(train(true), train(false)));
 }
 
-TEST(StepWithAten, UnderInferenceIsFollowedByOneOutsideOfIt) {
+TEST(AtenStepInferenceMode, StepsInsideAndOutside) {
   const auto parameter = torch::ones({kNumel}).requires_grad_();
   test_support::AtenOptimizer<mezzo::optim::AdamW> optimizer({parameter});
   for (const bool mode : {true, false, true}) {
@@ -156,7 +156,7 @@ TEST(StepWithAten, UnderInferenceIsFollowedByOneOutsideOfIt) {
   }
 }
 
-TEST(ScalerUnderInference, UnscalesGradientsThatWereMadeThereOnce) {
+TEST(GradScalerInferenceMode, UnscalesInferenceGradientsOnce) {
   const auto dense = torch::ones({kNumel}).requires_grad_();
   const auto with_gaps = torch::ones({kNumel, 2}).requires_grad_();
   mezzo::optim::AdamW optimizer({dense, with_gaps});
@@ -174,7 +174,7 @@ TEST(ScalerUnderInference, UnscalesGradientsThatWereMadeThereOnce) {
   EXPECT_FALSE(with_gaps.grad().any().item<bool>());
 }
 
-TEST(ScalerUnderInference, IsUpdatedOutsideOfIt) {
+TEST(GradScalerInferenceMode, UpdatesOutside) {
   const auto parameter = torch::ones({kNumel}).requires_grad_();
   mezzo::optim::AdamW optimizer({parameter});
   mezzo::GradScaler scaler({.init_scale = 4.F, .growth_interval = 1});
@@ -194,7 +194,7 @@ TEST(ScalerUnderInference, IsUpdatedOutsideOfIt) {
   EXPECT_EQ(scaler.get_scale(), 16.0);
 }
 
-TEST(ScalerUnderInference, GradientsOfMastersThatItMadeFloatAreClearedOutsideOfIt) {
+TEST(GradScalerInferenceMode, ZeroesMasterGradientsOutside) {
   const auto parameter = torch::ones({kNumel}, torch::kBFloat16).requires_grad_();
   mezzo::optim::SGD optimizer({parameter}, mezzo::optim::SGDOptions(0.5),
                               {.weight_storage = WeightStorage::fp32_master});
@@ -210,7 +210,7 @@ TEST(ScalerUnderInference, GradientsOfMastersThatItMadeFloatAreClearedOutsideOfI
   EXPECT_FALSE(parameter.grad().any().item<bool>());
 }
 
-TEST(MasterWeightsUnderInference, AreFollowedByStepsOutsideOfIt) {
+TEST(MasterWeightsInferenceMode, StepsInsideAndOutside) {
   const auto parameter = torch::ones({kNumel}, torch::kBFloat16).requires_grad_();
   torch::optim::SGD optimizer({parameter}, 0.25);
   mezzo::MasterWeights masters(optimizer);

@@ -90,13 +90,13 @@ void expect_plain_steps(torch::ScalarType dtype, const LAMBOptions& options, int
 }
 
 // The tolerances are about ten units in the last place of a value near 1.
-TEST(LAMB, TakesThePapersStepsInFloatAndDouble) {
+TEST(LAMB, MatchesReferenceInFloat32AndFloat64) {
   const auto options = LAMBOptions(1e-2).weight_decay(0.1);
   expect_plain_steps(torch::kFloat, options, /*steps=*/100, 1e-6);
   expect_plain_steps(torch::kDouble, options, /*steps=*/100, 2e-15);
 }
 
-TEST(LAMB, TakesThePapersStepsWithEveryOption) {
+TEST(LAMB, MatchesReferenceForEachOption) {
   for (const auto& options :
        {LAMBOptions(1e-2).weight_decay(0.3).betas({0.8, 0.95}).eps(1e-3),
         LAMBOptions(1e-2).bias_correction(false), LAMBOptions(1e-2).weight_decay(0),
@@ -105,7 +105,7 @@ TEST(LAMB, TakesThePapersStepsWithEveryOption) {
   }
 }
 
-TEST(LAMB, HasApexsDefaults) {
+TEST(LAMB, DefaultsMatchApex) {
   const LAMBOptions options;
   EXPECT_EQ(options.lr(), 1e-3);
   EXPECT_EQ(options.betas(), std::make_tuple(0.9, 0.999));
@@ -116,7 +116,7 @@ TEST(LAMB, HasApexsDefaults) {
 }
 
 // In a first step with bias correction each element of the update is 1 or -1 (eps 0).
-TEST(LAMB, StepsAsFarAsTheRateTimesTheParameterIsLong) {
+TEST(LAMB, UpdateNormIsLrTimesParamNorm) {
   const auto x = torch::tensor({3.0, 0.0, -4.0, 0.0}, torch::kDouble);
   LAMB optimizer({x}, LAMBOptions(0.1).weight_decay(0).eps(0).use_nvlamb(true));
   x.mutable_grad() = torch::tensor({1.0, -7.0, 0.5, 2.0}, torch::kDouble);
@@ -125,7 +125,7 @@ TEST(LAMB, StepsAsFarAsTheRateTimesTheParameterIsLong) {
   EXPECT_TRUE(torch::allclose(x, expected, 0, 1e-14)) << x;
 }
 
-TEST(LAMB, TakesAdamsStepsInGroupsWithoutWeightDecay) {
+TEST(LAMB, MatchesAdamWithoutWeightDecay) {
   const auto x = torch::tensor({3.0, 0.0, -4.0, 0.0}, torch::kDouble);
   LAMB optimizer({x}, LAMBOptions(0.1).weight_decay(0).eps(0));
   x.mutable_grad() = torch::tensor({1.0, -7.0, 0.5, 2.0}, torch::kDouble);
@@ -134,7 +134,7 @@ TEST(LAMB, TakesAdamsStepsInGroupsWithoutWeightDecay) {
   EXPECT_TRUE(torch::allclose(x, expected, 0, 1e-14)) << x;
 }
 
-TEST(LAMB, HasATrustRatioOfOneForAParameterOrAnUpdateOfZeros) {
+TEST(LAMB, ZeroNormGivesTrustRatioOne) {
   const auto zeros = torch::zeros({4}, torch::kDouble);
   const auto still = torch::tensor({3.0, 4.0}, torch::kDouble);
   LAMB optimizer({zeros, still}, LAMBOptions(0.5).eps(1).weight_decay(0).use_nvlamb(true));
@@ -145,7 +145,7 @@ TEST(LAMB, HasATrustRatioOfOneForAParameterOrAnUpdateOfZeros) {
   EXPECT_TRUE(torch::equal(still, torch::tensor({3.0, 4.0}, torch::kDouble)));
 }
 
-TEST(LAMB, LetsANaNShowInAllOfItsParameterAndInNoOther) {
+TEST(LAMB, NaNSpreadsOverOneParamOnly) {
   const auto bad = torch::ones({5});
   const auto good = torch::ones({5});
   LAMB optimizer({bad, good});

@@ -19,7 +19,7 @@ void paper_step(torch::Tensor& parameter, torch::Tensor& mean, const torch::Tens
   mean = 0.99 * mean + 0.01 * gradient;
 }
 
-TEST(Lion, TakesThePapersSteps) {
+TEST(Lion, MatchesReference) {
   torch::manual_seed(2);
   const auto x = torch::randn({50}, torch::kDouble);
   auto expected = x.clone();

@@ -62,7 +62,7 @@ MATCHER(IsClose, "") { return std::abs(std::get<0>(arg) - std::get<1>(arg)) <= 1
 // The expected numbers are those of transformers 5.23 with torch 2.11: the rate of SGD(lr=1) before
 // each step under the function that is named.
 
-TEST(LrCurves, HaveTheNumbersOfHuggingFaces) {
+TEST(LrCurves, MatchHuggingFace) {
   // get_linear_schedule_with_warmup(optimizer, 4, 10)
   EXPECT_THAT(factors(LinearCurve{.warmup_steps = 4, .total_steps = 10}, 13),
               Pointwise(IsClose(), {0.0, 0.25, 0.5, 0.75, 1.0, 5. / 6, 4. / 6, 3. / 6, 2. / 6,
@@ -88,7 +88,7 @@ TEST(LrCurves, HaveTheNumbersOfHuggingFaces) {
                             0.325, 0.2, 0.125, 0.1, 0.1, 0.1}));
 }
 
-TEST(LinearCurve, RisesFromItsInitialFactorAndFallsToItsMinimum) {
+TEST(LinearCurve, RisesFromInitialFactorAndFallsToMinFactor) {
   EXPECT_THAT(factors(LinearCurve{.warmup_steps = 4, .total_steps = 4, .min_factor = 1}, 7),
               ElementsAre(0.0, 0.25, 0.5, 0.75, 1.0, 1.0, 1.0));
   EXPECT_THAT(
@@ -99,14 +99,14 @@ TEST(LinearCurve, RisesFromItsInitialFactorAndFallsToItsMinimum) {
       ElementsAre(0.25, 0.5, 0.75, 1.0, 0.75, 0.5, 0.5));
 }
 
-TEST(LrCurves, EndRightAfterAWarmupThatTakesAllSteps) {
+TEST(LrCurves, WarmupOfAllStepsEndsAtFinalFactor) {
   EXPECT_EQ((LinearCurve{.warmup_steps = 5, .total_steps = 5}.factor(4)), 0.8);
   EXPECT_EQ((LinearCurve{.warmup_steps = 5, .total_steps = 5}.factor(5)), 0);
   EXPECT_EQ((CosineCurve{.warmup_steps = 5, .total_steps = 5}.factor(5)), 1);
   EXPECT_EQ((PolynomialCurve{.warmup_steps = 5, .total_steps = 5}.factor(5)), 0);
 }
 
-TEST(LrCurves, NameTheNumberThatIsOutOfRange) {
+TEST(LrCurves, ThrowForMemberOutOfRange) {
   const std::vector<std::pair<std::function<double()>, std::string>> cases{
       {[] { return LinearCurve{}.factor(0); },
        "LrSchedule: total_steps is 0; it should be at least 1"},
@@ -165,7 +165,7 @@ mezzo::GradScaler scaler_of_four() {
   return scaler;
 }
 
-TEST(LrSchedule, WarnsWhereItCountsAStepThatWasSkipped) {
+TEST(LrSchedule, WarnsWhenCountingSkippedStep) {
   const c10::WarningUtils::WarnAlways warn_each_time;
   const auto warned = [](auto&& optimizer, const std::vector<double>& slopes) {
     const test_support::WarningRecorder warnings;
@@ -189,7 +189,7 @@ TEST(LrSchedule, WarnsWhereItCountsAStepThatWasSkipped) {
   EXPECT_THAT(warned(mezzo::optim::SGD({weight()}, 1.0), {inf}), ElementsAre());
 }
 
-TEST(LrSchedule, KeepsEachGroupsBaseAndTakesInGroupsThatComeLater) {
+TEST(LrSchedule, KeepsBaseLrsAndAdoptsLaterGroups) {
   std::vector<torch::optim::OptimizerParamGroup> groups;
   groups.push_back(group_with(1.0));
   groups.push_back(group_with(0.25));
@@ -205,7 +205,7 @@ TEST(LrSchedule, KeepsEachGroupsBaseAndTakesInGroupsThatComeLater) {
   EXPECT_THAT(schedule.base_lrs(), ElementsAre(1.0, 0.25, 8.0));
 }
 
-TEST(LrSchedule, TellsTheRatesThatTheNextStepOfALibtorchOptimizerHas) {
+TEST(LrSchedule, ReturnsLrsOfNextTorchStep) {
   const torch::Tensor late = weight();
   torch::optim::SGD optimizer({weight()}, 1.0);
   LinearSchedule schedule(optimizer, {.total_steps = 4});
@@ -223,7 +223,7 @@ TEST(LrSchedule, TellsTheRatesThatTheNextStepOfALibtorchOptimizerHas) {
   EXPECT_THAT(schedule.lrs(), ElementsAre(0.125, 0.0));
 }
 
-TEST(LrSchedule, LeavesAnOptimizerAloneWhoseNumbersAreRefused) {
+TEST(LrSchedule, InvalidCurveLeavesOptimizerUnchanged) {
   torch::optim::SGD optimizer({weight()}, 2.0);
   EXPECT_THAT([&] { LinearSchedule schedule(optimizer, {.warmup_steps = 3, .total_steps = 2}); },
               ThrowsMessage<c10::Error>(HasSubstr("warmup_steps is 3")));
@@ -252,7 +252,7 @@ std::vector<double> shown_lrs(Optimizer& optimizer, Stepper& stepper) {
   return lrs;
 }
 
-TEST(ShownLr, IsTheRateOfTheNextStepWithEveryOptimizer) {
+TEST(LrOption, HoldsLrOfNextStep) {
   const auto rates = ElementsAre(0, 0.25, 0.5, 0.5, 0.25, 0);
   torch::optim::SGD libtorchs({weight()}, 0.5);
   EXPECT_THAT(shown_lrs(libtorchs, libtorchs), rates);
@@ -286,7 +286,7 @@ struct CountsInATensor : mezzo::optim::SGD {
   }
 };
 
-TEST(ShownLr, FollowsTheStepsThatTheHostKnowsOfWhereADeviceDecides) {
+TEST(LrOption, FollowsCompletedDeviceSteps) {
   const torch::Tensor parameter = weight();
   CountsInATensor optimizer({parameter}, 1.0);
   LinearSchedule schedule(optimizer, {.total_steps = 8});
@@ -307,7 +307,7 @@ TEST(ShownLr, FollowsTheStepsThatTheHostKnowsOfWhereADeviceDecides) {
   EXPECT_EQ(parameter.item<double>(), -1 - 0.875 - 0.75) << "the base is multiplied, once";
 }
 
-TEST(ShownLr, MayBeWrittenForOneStep) {
+TEST(LrOption, ManualLrLastsOneStep) {
   const auto steps = [](auto&& optimizer) {
     const torch::Tensor parameter = optimizer.param_groups()[0].params()[0];
     LinearSchedule schedule(optimizer, {.total_steps = 4});
@@ -327,7 +327,7 @@ TEST(ShownLr, MayBeWrittenForOneStep) {
   EXPECT_THAT(steps(mezzo::optim::SGD({weight()}, 8.0)), halved_once);
 }
 
-TEST(ShownLr, MayBeWrittenDuringAWarmUpFromZero) {
+TEST(LrOption, ManualLrDuringWarmupLastsOneStep) {
   const torch::Tensor parameter = weight();
   mezzo::optim::SGD optimizer({parameter}, 8.0);
   LinearSchedule schedule(optimizer, {.warmup_steps = 2, .total_steps = 4});
@@ -341,7 +341,7 @@ TEST(ShownLr, MayBeWrittenDuringAWarmUpFromZero) {
   EXPECT_THAT(schedule.lrs(), ElementsAre(4.0)) << "half of the base";
 }
 
-TEST(ShownLr, OfZeroLosesNoBase) {
+TEST(LrOption, ZeroLrPreservesBaseLr) {
   const auto rates = [](auto&& optimizer) {
     const torch::Tensor parameter = optimizer.param_groups()[0].params()[0];
     LinearSchedule schedule(optimizer, {.total_steps = 10});
@@ -361,7 +361,7 @@ TEST(ShownLr, OfZeroLosesNoBase) {
   EXPECT_THAT(rates(mezzo::optim::AdamW({weight()}, 1.0)), wanted);
 }
 
-TEST(ShownLr, IsTheBaseRateAgainWhenTheScheduleEnds) {
+TEST(LrOption, IsBaseLrAfterScheduleEnds) {
   mezzo::optim::SGD optimizer({weight()}, 8.0);
   LinearSchedule schedule(optimizer, {.total_steps = 4});
   optimizer.step();
@@ -374,7 +374,7 @@ TEST(ShownLr, IsTheBaseRateAgainWhenTheScheduleEnds) {
   EXPECT_THAT(next.base_lrs(), ElementsAre(1.0));
 }
 
-TEST(LrSchedule, RefusesACurveLongerThanADeviceCounts) {
+TEST(LrSchedule, ThrowsForCurveBeyondDeviceCount) {
   mezzo::optim::AdamW optimizer({weight()}, 1e-3);
   EXPECT_THAT([&] { LinearSchedule(optimizer, {.total_steps = 1 << 24}); },
               ThrowsMessage<c10::Error>(
@@ -382,7 +382,7 @@ TEST(LrSchedule, RefusesACurveLongerThanADeviceCounts) {
   EXPECT_TRUE(optimizer.lr_factors().empty());
 }
 
-TEST(LrSchedule, ReachesGroupsThatAFusedOptimizerGetsLaterAndTakesThatGroupsGo) {
+TEST(LrSchedule, FollowsAddedAndRemovedGroups) {
   const torch::Tensor first = weight();
   const torch::Tensor late = weight();
   mezzo::optim::SGD optimizer({first}, 1.0);
@@ -404,7 +404,7 @@ struct Halving {
   }
 };
 
-TEST(LrSchedule, FollowsACurveOfYours) {
+TEST(LrSchedule, AcceptsCustomCurve) {
   torch::optim::SGD host({weight()}, 1.0);
   mezzo::LrSchedule schedule(host, Halving());
   schedule.step();
@@ -415,7 +415,7 @@ TEST(LrSchedule, FollowsACurveOfYours) {
   EXPECT_THAT(fused.lr_factors(), ElementsAre(1, 0.5, 0.25, 0.125));
 }
 
-TEST(LrSchedule, MovesToAStepOfYourOwnFile) {
+TEST(LrSchedule, SetAppliedStepsMovesLrs) {
   torch::optim::SGD optimizer({weight()}, 1.0);
   LinearSchedule schedule(optimizer, {.total_steps = 4});
   schedule.set_applied_steps(3);
@@ -476,7 +476,7 @@ std::vector<double> resume(bool load_before_attaching) {
   return train(parameter, resumed, again, scaler, {true, false, true});
 }
 
-TEST(LrScheduleFiles, ResumeWhereTheyWereSavedWhicheverIsMadeFirst) {
+TEST(LrScheduleArchive, ResumesInEitherConstructionOrder) {
   const auto goes_on = ElementsAre(0, -0.75, -0.75, -1.375);
   for (const bool first : {false, true}) {
     EXPECT_THAT((resume<torch::optim::SGD, torch::optim::SGD>(first)), goes_on);
@@ -485,7 +485,7 @@ TEST(LrScheduleFiles, ResumeWhereTheyWereSavedWhicheverIsMadeFirst) {
   EXPECT_THAT((resume<mezzo::optim::SGD, torch::optim::SGD>(false)), goes_on);
 }
 
-TEST(LrScheduleFiles, GoFromLibtorchsOptimizersToMezzos) {
+TEST(LrScheduleArchive, MovesFromTorchToMezzoOptimizer) {
   const auto move = [](auto before, auto after) {
     LinearSchedule schedule(before, {.total_steps = 8});
     mezzo::GradScaler scaler = scaler_of_four();
@@ -502,7 +502,7 @@ TEST(LrScheduleFiles, GoFromLibtorchsOptimizersToMezzos) {
               ElementsAre(0.75));
 }
 
-TEST(LrScheduleFiles, OfTheOptimizerAloneHoldTheBaseRates) {
+TEST(LrScheduleArchive, OptimizerArchiveHoldsBaseLrs) {
   const auto go_on = [](auto& optimizer, auto& stepper, auto& resumed, auto& resumed_stepper) {
     LinearSchedule schedule(stepper, {.total_steps = 4});
     stepper.step();
@@ -523,7 +523,7 @@ TEST(LrScheduleFiles, OfTheOptimizerAloneHoldTheBaseRates) {
   go_on(inner, masters, other, other_masters);
 }
 
-TEST(LrScheduleFiles, GiveAWrittenRateToTheScheduleOfANewRun) {
+TEST(LrScheduleArchive, ManualLrSurvivesNewSchedule) {
   mezzo::optim::SGD before({weight()}, 8.0);
   LinearSchedule schedule(before, {.total_steps = 4});
   before.step();
@@ -553,7 +553,7 @@ struct HalfARun {
   std::string optimizer_file, schedule_file;
 };
 
-TEST(LrScheduleFiles, SetTheCountThatLibtorchsSgdDoesNotSave) {
+TEST(LrScheduleArchive, RestoresCountMissingInTorchSgd) {
   const HalfARun run;
   for (const bool steps_between : {false, true}) {
     test_support::WarningRecorder warnings;
@@ -572,7 +572,7 @@ TEST(LrScheduleFiles, SetTheCountThatLibtorchsSgdDoesNotSave) {
   }
 }
 
-TEST(LrScheduleFiles, AreRefusedWholeForOtherGroupsAndForOtherFiles) {
+TEST(LrScheduleArchive, ThrowsForOtherGroupsOrArchives) {
   torch::optim::SGD optimizer({weight()}, 1.0);
   LinearSchedule schedule(optimizer, {.total_steps = 4});
   schedule.step();
@@ -622,7 +622,7 @@ GradStats make_grad_stats(bool found_inf) {
 }
 
 /// Steps of SGD with gradient 1: how far each one went.
-TEST(LrFactors, StepEveryWayToKeepWeights) {
+TEST(LrFactors, ApplyForEachWeightStorage) {
   for (const test_support::WeightStorageCase& storage_case : test_support::weight_storage_cases()) {
     const torch::Tensor parameter = torch::zeros({2}, storage_case.dtype).requires_grad_();
     const test_support::OwnedOptimizer owned = storage_case.make({parameter});
@@ -641,7 +641,7 @@ TEST(LrFactors, StepEveryWayToKeepWeights) {
   }
 }
 
-TEST(LrFactors, InnerStepThatThrewLeavesTheShownRate) {
+TEST(LrFactors, ThrowingInnerStepPreservesLrOption) {
   const torch::Tensor parameter = torch::zeros({2}, torch::kBFloat16).requires_grad_();
   test_support::ThrowingSgd inner({parameter}, 1.0);
   mezzo::MasterWeights masters(inner);
@@ -655,7 +655,7 @@ TEST(LrFactors, InnerStepThatThrewLeavesTheShownRate) {
   EXPECT_EQ(parameter[0].item<double>(), -1.5);
 }
 
-class Distances : public testing::TestWithParam<bool> {
+class LrFactorUpdates : public testing::TestWithParam<bool> {
  protected:
   double step(bool found_inf = false) {
     const double before = parameter_.item<double>();
@@ -674,7 +674,7 @@ class Distances : public testing::TestWithParam<bool> {
   SGD& optimizer_ = *owned_;
 };
 
-TEST_P(Distances, AreThoseOfTheFactorsAndThenOfTheLast) {
+TEST_P(LrFactorUpdates, FollowTableThenLastFactor) {
   optimizer_.set_lr_factors({1.0, 0.5, 0.0, 2.0});
   for (const double expected : {0.5, 0.25, 0.0, 1.0, 1.0, 1.0}) {
     EXPECT_DOUBLE_EQ(step(), expected);
@@ -682,7 +682,7 @@ TEST_P(Distances, AreThoseOfTheFactorsAndThenOfTheLast) {
   EXPECT_EQ(optimizer_.applied_steps(), 6);
 }
 
-TEST_P(Distances, AreNotUsedUpBySkippedSteps) {
+TEST_P(LrFactorUpdates, SkippedStepsConsumeNoFactor) {
   optimizer_.set_lr_factors({1.0, 0.5, 0.25});
   EXPECT_EQ(step(true), 0);
   EXPECT_EQ(optimizer_.applied_steps(), 0);
@@ -693,7 +693,7 @@ TEST_P(Distances, AreNotUsedUpBySkippedSteps) {
   EXPECT_EQ(optimizer_.applied_steps(), 2);
 }
 
-TEST_P(Distances, GoOnFromTheNumberThatIsSet) {
+TEST_P(LrFactorUpdates, ResumeFromSetAppliedSteps) {
   optimizer_.set_lr_factors({1.0, 0.5, 0.25, 0.125});
   optimizer_.set_applied_steps(2);
   EXPECT_DOUBLE_EQ(step(), 0.125) << "before any step";
@@ -707,11 +707,11 @@ TEST_P(Distances, GoOnFromTheNumberThatIsSet) {
   EXPECT_EQ(resumed.applied_steps(), 2);
 }
 
-INSTANTIATE_TEST_SUITE_P(OfEachWayToStep, Distances, testing::Bool(), [](const auto& one) {
+INSTANTIATE_TEST_SUITE_P(AllPaths, LrFactorUpdates, testing::Bool(), [](const auto& one) {
   return one.param ? "ThroughAten" : "ByMezzosKernels";
 });
 
-TEST(LrFactors, CountStepsOfTheOptimizerNotThoseOfAParameter) {
+TEST(LrFactors, CountOptimizerSteps) {
   const auto always = torch::zeros({1}).requires_grad_();
   const auto seldom = torch::zeros({1}).requires_grad_();
   SGD optimizer({always, seldom}, SGDOptions(1.0));
@@ -724,7 +724,7 @@ TEST(LrFactors, CountStepsOfTheOptimizerNotThoseOfAParameter) {
   EXPECT_EQ(seldom.item<float>(), -0.25F);
 }
 
-TEST(LrFactors, AreChecked) {
+TEST(LrFactors, ThrowForInvalidFactor) {
   const auto parameter = torch::zeros({1}).requires_grad_();
   SGD optimizer({parameter}, SGDOptions(1.0));
   for (const double bad :
@@ -738,7 +738,7 @@ TEST(LrFactors, AreChecked) {
   EXPECT_TRUE(optimizer.lr_factors().empty());
 }
 
-TEST(AppliedSteps, LeaveWhatParametersCountAsItIs) {
+TEST(AppliedSteps, SettingPreservesParamSteps) {
   const auto parameter = torch::zeros({4}).requires_grad_();
   AdamW optimizer({parameter}, AdamWOptions(0.1));
   parameter.mutable_grad() = torch::ones({4});

@@ -35,7 +35,7 @@ void step(MasterWeights& masters, const torch::Tensor& weight, double gradient) 
   masters.step();
 }
 
-TEST(MasterWeightsState, MastersInAnEmaScopeAreRefused) {
+TEST(MasterWeightsState, ThrowsForMasterParamInEmaGuard) {
   const auto weight = bfloat16_weight(1);
   torch::optim::SGD sgd({weight}, 1e-3);
   MasterWeights masters(sgd);
@@ -52,7 +52,7 @@ TEST(MasterWeightsState, MastersInAnEmaScopeAreRefused) {
   EXPECT_TRUE(mezzo::master_params(masters)[0].equal(before));
 }
 
-TEST(MasterWeightsState, ParameterOutOfItsGroupKeepsItsMaster) {
+TEST(MasterWeightsState, ParamRemovedFromGroupKeepsMaster) {
   const auto weight = bfloat16_weight(1), other = bfloat16_weight(1);
   torch::optim::SGD sgd({weight, other}, torch::optim::SGDOptions(1e-3).momentum(0.9));
   MasterWeights masters(sgd);
@@ -67,7 +67,7 @@ TEST(MasterWeightsState, ParameterOutOfItsGroupKeepsItsMaster) {
   EXPECT_EQ(before[0].item<float>(), 0.999F);
 }
 
-TEST(MasterWeightsState, AdagradSumsBeginAtTheDefaults) {
+TEST(MasterWeightsState, AdagradSumStartsAtDefault) {
   for (const bool is_written : {false, true}) {
     const auto weight = bfloat16_weight(1);
     auto options = std::make_unique<torch::optim::AdagradOptions>(0.1);
@@ -85,7 +85,7 @@ TEST(MasterWeightsState, AdagradSumsBeginAtTheDefaults) {
   }
 }
 
-TEST(MasterWeightsState, ViewWithGapsBesideItsBaseIsRefused) {
+TEST(MasterWeightsState, ThrowsForViewOverlappingBase) {
   const auto base = torch::zeros({4, 4}, torch::kBFloat16);
   const auto first = base.slice(1, 0, 4, 2).requires_grad_();
   const auto second = base.slice(1, 1, 4, 2).requires_grad_();
@@ -95,7 +95,7 @@ TEST(MasterWeightsState, ViewWithGapsBesideItsBaseIsRefused) {
   EXPECT_EQ(message_of([&] { const MasterWeights masters(apart); }), "no error");
 }
 
-TEST(MasterWeightsState, SparseGradientsAreAddedBeforeTheyAreClipped) {
+TEST(MasterWeightsState, CoalescesSparseGradientsBeforeClipping) {
   for (const double max_norm : {0.1, 0.2, 0.3, 0.7, 0.9}) {
     const auto weight = bfloat16_weight(1, {3, 1});
     torch::optim::Adagrad inner({weight}, torch::optim::AdagradOptions(1.0));
@@ -126,7 +126,7 @@ void expect_fresh_casts(Optimizer& optimizer, const torch::Tensor& weight) {
   EXPECT_FALSE(after.equal(before));
 }
 
-TEST(OrdinaryOptimizerStep, InsideARegionDropsCastsOfWeights) {
+TEST(OptimizerRefStep, ClearsAutocastCache) {
   const auto make = [] { return torch::ones({4, 4}).requires_grad_(); };
   const auto a = make(), b = make(), c = make();
   mezzo::optim::LAMB lamb({a}, 0.5);

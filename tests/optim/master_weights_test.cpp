@@ -139,8 +139,8 @@ std::vector<MakeOptimizer> libtorch_optimizers() {
       maker<mezzo::optim::LAMB>(mezzo::optim::LAMBOptions(1e-3).weight_decay(0.1))};
 }
 
-class StepOfDtype : public testing::TestWithParam<torch::ScalarType> {};
-INSTANTIATE_TEST_SUITE_P(MasterWeightsStep, StepOfDtype,
+class MasterWeightsStep : public testing::TestWithParam<torch::ScalarType> {};
+INSTANTIATE_TEST_SUITE_P(Dtypes, MasterWeightsStep,
                          testing::Values(torch::kHalf, torch::kBFloat16));
 
 void expect_rounded(const Model& model, const Tensors& masters) {
@@ -151,7 +151,7 @@ void expect_rounded(const Model& model, const Tensors& masters) {
   }
 }
 
-TEST_P(StepOfDtype, TrainsTheBitsOfAFloatModel) {
+TEST_P(MasterWeightsStep, BitwiseIdenticalToFloat32Model) {
   for (const MakeOptimizer& make : libtorch_optimizers()) {
     const Model model(GetParam());
     const Model floats = model.in_float();
@@ -172,7 +172,7 @@ TEST_P(StepOfDtype, TrainsTheBitsOfAFloatModel) {
   }
 }
 
-TEST_P(StepOfDtype, BumpsTheVersionsOfWhatItWrites) {
+TEST_P(MasterWeightsStep, BumpsVersionCounters) {
   const Model model(GetParam());
   torch::optim::SGD inner(model.groups(), torch::optim::SGDOptions(0.1));
   MasterWeights optimizer(inner);
@@ -186,7 +186,7 @@ TEST_P(StepOfDtype, BumpsTheVersionsOfWhatItWrites) {
   }
 }
 
-TEST(MasterWeightsStep, LeavesTheGradientOfAFloatParameterThatIsGivenTwice) {
+TEST(MasterWeights, DuplicateFloat32ParamKeepsGradient) {
   auto tied = torch::ones({2}).requires_grad_();
   auto half = torch::ones({2}, torch::kHalf).requires_grad_();
   torch::optim::SGD sgd(Tensors{tied, tied, half}, torch::optim::SGDOptions(1.0));
@@ -201,7 +201,7 @@ TEST(MasterWeightsStep, LeavesTheGradientOfAFloatParameterThatIsGivenTwice) {
   EXPECT_EQ(half[0].item<float>(), 0.75F);
 }
 
-TEST(MasterWeightsStep, TheInnerOptimizerIsAnOrdinaryOneInBetween) {
+TEST(MasterWeights, InnerOptimizerUsableBetweenSteps) {
   const Model model(torch::kBFloat16);
   torch::optim::SGD inner(model.groups(), torch::optim::SGDOptions(0.1).momentum(0.9));
   MasterWeights optimizer(inner);
@@ -231,7 +231,7 @@ TEST(MasterWeightsStep, TheInnerOptimizerIsAnOrdinaryOneInBetween) {
   EXPECT_THAT(followed, BitwiseEqual(torch::where(is_kept, master, after)));
 }
 
-TEST(MasterWeightsStep, AParameterThatIsResizedBeginsANewMaster) {
+TEST(MasterWeights, ResizedParamGetsNewMaster) {
   const auto parameter = torch::ones({2}, torch::kBFloat16).requires_grad_();
   torch::optim::SGD sgd({parameter}, 0.5);
   mezzo::MasterWeights masters(sgd);
@@ -245,7 +245,7 @@ TEST(MasterWeightsStep, AParameterThatIsResizedBeginsANewMaster) {
 }
 
 // libtorch's optimizers know a state by its parameter's address, which a later one may get.
-TEST(MasterWeightsStep, AParameterThatIsReplacedLeavesNoState) {
+TEST(MasterWeights, ReplacedParamDropsState) {
   const auto weight = [] { return torch::ones({2}, torch::kBFloat16).requires_grad_(); };
   torch::optim::SGD sgd({weight()}, torch::optim::SGDOptions(0.5).momentum(0.9));
   mezzo::MasterWeights masters(sgd);
@@ -259,7 +259,7 @@ TEST(MasterWeightsStep, AParameterThatIsReplacedLeavesNoState) {
   }
 }
 
-TEST(MasterWeightsStep, FollowsSchedulesThatStandOnIt) {
+TEST(MasterWeights, FollowsLrSchedule) {
   const auto x = torch::zeros({1}, torch::kHalf).requires_grad_();
   torch::optim::SGD inner({x}, torch::optim::SGDOptions(8.0));
   MasterWeights optimizer(inner);
@@ -286,7 +286,7 @@ TEST(MasterWeightsStep, FollowsSchedulesThatStandOnIt) {
   EXPECT_EQ(x.item<float>(), 18.0F);
 }
 
-TEST(MasterWeightsStep, CallsAClosureOnceWithGradients) {
+TEST(MasterWeights, CallsClosureOnceWithGradMode) {
   const auto x = torch::full({1}, 2.0F).to(torch::kHalf).requires_grad_();
   torch::optim::SGD inner({x}, torch::optim::SGDOptions(0.25));
   MasterWeights optimizer(inner);
@@ -331,7 +331,7 @@ class Summing : public torch::optim::Optimizer {
   int throw_at = -1;
 };
 
-TEST(MasterWeightsStep, StepsAnOptimizerOfTheUsersOwn) {
+TEST(MasterWeights, StepsCustomOptimizer) {
   const auto x = torch::zeros({2}, torch::kBFloat16).requires_grad_();
   Summing inner({x});
   MasterWeights optimizer(inner);
@@ -346,7 +346,7 @@ TEST(MasterWeightsStep, StepsAnOptimizerOfTheUsersOwn) {
   EXPECT_EQ(state.sum.scalar_type(), torch::kFloat);
 }
 
-TEST(MasterWeightsStep, PutsEverythingBackWhenTheInnerStepThrows) {
+TEST(MasterWeights, ThrowingInnerStepRestoresParams) {
   const Tensors all{torch::zeros({2}, torch::kHalf).requires_grad_(),
                     torch::zeros({2}).requires_grad_(),
                     torch::zeros({2}, torch::kHalf).requires_grad_()};
@@ -379,7 +379,7 @@ TEST(MasterWeightsStep, PutsEverythingBackWhenTheInnerStepThrows) {
   EXPECT_EQ(all[2][0].item<float>(), -1.0F);
 }
 
-TEST(MasterWeightsStep, RefusesWhatItCannotStep) {
+TEST(MasterWeights, ThrowsForUnsupportedOptimizer) {
   const auto error_with = [](Optimizer&& inner) {
     return test_support::message_of([&] { MasterWeights optimizer(inner); });
   };
@@ -393,7 +393,7 @@ TEST(MasterWeightsStep, RefusesWhatItCannotStep) {
   EXPECT_THAT(error_with(torch::optim::SGD({x, x}, 0.1)), HasSubstr("is given twice"));
 }
 
-TEST(MasterWeightsStep, AModelThatIsCastMeanwhileTrainsAsWhatItIs) {
+TEST(MasterWeights, FollowsModelCast) {
   torch::nn::Linear model(3, 2);
   model->to(torch::kHalf);
   torch::optim::SGD inner(model->parameters(), torch::optim::SGDOptions(1.0));
@@ -421,7 +421,7 @@ static_assert(std::convertible_to<MasterWeights&, mezzo::OptimizerRef>);
 
 torch::Tensor half_parameter() { return torch::zeros({2}, torch::kHalf).requires_grad_(); }
 
-class OptionsOfTheInner : public testing::Test {
+class MasterWeightsInnerOptions : public testing::Test {
  protected:
   void step() {
     for (auto& group : inner_.param_groups()) {
@@ -435,7 +435,7 @@ class OptionsOfTheInner : public testing::Test {
   MasterWeights masters_{inner_};
 };
 
-TEST_F(OptionsOfTheInner, AreTakenByTheNextStepAndReachedThroughEither) {
+TEST_F(MasterWeightsInnerOptions, ApplyAtNextStep) {
   EXPECT_EQ(&masters_.optimizer(), &inner_);
   EXPECT_EQ(&mezzo::OptimizerRef(masters_).optimizer(), &inner_);
   masters_.optimizer().param_groups()[0].options().set_lr(0.0625);
@@ -447,7 +447,7 @@ TEST_F(OptionsOfTheInner, AreTakenByTheNextStepAndReachedThroughEither) {
   EXPECT_EQ(parameter_[0].item<float>(), -0.5625F);
 }
 
-TEST_F(OptionsOfTheInner, GoWithGroupsThatAreRemoved) {
+TEST_F(MasterWeightsInnerOptions, FollowRemovedGroups) {
   inner_.add_param_group(OptimizerParamGroup({other_}, std::make_unique<SGDOptions>(2.0)));
   step();
   inner_.param_groups().erase(inner_.param_groups().begin());
@@ -458,7 +458,7 @@ TEST_F(OptionsOfTheInner, GoWithGroupsThatAreRemoved) {
   EXPECT_TRUE(mezzo::master_params(masters_).empty());
 }
 
-TEST_F(OptionsOfTheInner, AreReadAnewWhereItIsAssigned) {
+TEST_F(MasterWeightsInnerOptions, FollowMoveAssignment) {
   inner_ = torch::optim::SGD({other_}, SGDOptions(2.0));
   step();
   EXPECT_EQ(other_[0].item<float>(), -2.0F);
@@ -481,7 +481,7 @@ class OptionlessOptimizer : public Optimizer {
   }
 };
 
-TEST(MasterWeightsOptions, MayBeLacking) {
+TEST(MasterWeights, AcceptsOptimizerWithoutOptions) {
   const auto first = half_parameter(), second = half_parameter(), third = half_parameter();
   OptionlessOptimizer inner({first, second});
   MasterWeights masters(inner);
@@ -547,11 +547,11 @@ Model trained(torch::ScalarType dtype, const MakeKeeper& make, bool unscales, co
   return all;
 }
 
-class UnscaledOfDtype : public testing::TestWithParam<torch::ScalarType> {};
-INSTANTIATE_TEST_SUITE_P(UnscaledMasters, UnscaledOfDtype,
+class MasterWeightsUnscaleDtype : public testing::TestWithParam<torch::ScalarType> {};
+INSTANTIATE_TEST_SUITE_P(Dtypes, MasterWeightsUnscaleDtype,
                          testing::Values(torch::kHalf, torch::kBFloat16));
 
-TEST_P(UnscaledOfDtype, StepToTheBitsOfTheStepInOnePass) {
+TEST_P(MasterWeightsUnscaleDtype, MatchesOnePassStepBitwise) {
   int number = 0;
   for (const MakeKeeper& make : weight_storage_cases()) {
     const Model one_pass = trained(GetParam(), make, /*unscales=*/false,
@@ -568,7 +568,7 @@ TEST_P(UnscaledOfDtype, StepToTheBitsOfTheStepInOnePass) {
 }
 
 /// One parameter of half, one of float, with masters of mezzo's SGD or of the adapter's.
-class Unscaled : public testing::TestWithParam<bool> {
+class MasterWeightsUnscale : public testing::TestWithParam<bool> {
  protected:
   static OwnedOptimizer owned(const Tensors& parameters) {
     if (!GetParam()) {
@@ -592,11 +592,11 @@ class Unscaled : public testing::TestWithParam<bool> {
   OptimizerRef optimizer_ = owned_.ref();
   GradScaler scaler_ = make_silent_scaler();
 };
-INSTANTIATE_TEST_SUITE_P(Masters, Unscaled, testing::Bool(), [](const auto& one) {
+INSTANTIATE_TEST_SUITE_P(Masters, MasterWeightsUnscale, testing::Bool(), [](const auto& one) {
   return one.param ? "OfMezzosOptimizer" : "OfTheAdapter";
 });
 
-TEST_P(Unscaled, GradientsAreTheWeightsOwnInFloatAndShownAtTheMasters) {
+TEST_P(MasterWeightsUnscale, GradientsAreFloat32AndOnMasters) {
   set_gradients(3);
   scaler_.unscale_(optimizer_);
   EXPECT_THAT(x_.grad(), BitwiseEqual(torch::full({2}, 3.0F)));
@@ -609,7 +609,7 @@ TEST_P(Unscaled, GradientsAreTheWeightsOwnInFloatAndShownAtTheMasters) {
   EXPECT_THAT(x_.grad(), BitwiseEqual(torch::full({2}, 3.0F))) << "a step writes no gradient";
 }
 
-TEST_P(Unscaled, GradientsOfMastersThatTheCallerHoldsAreThoseOfThisIteration) {
+TEST_P(MasterWeightsUnscale, HeldMastersGetCurrentGradients) {
   const Tensors masters = master_params(optimizer_);
   for (const float gradient : {3.0F, 5.0F}) {
     optimizer_.optimizer().zero_grad();
@@ -623,7 +623,7 @@ TEST_P(Unscaled, GradientsOfMastersThatTheCallerHoldsAreThoseOfThisIteration) {
   EXPECT_EQ(value(), -8.0F);
 }
 
-TEST_P(Unscaled, GradientsSurviveThatUnderflowInHalf) {
+TEST_P(MasterWeightsUnscale, PreservesGradientsThatUnderflowFloat16) {
   for (const bool unscales_before : {false, true}) {
     GradScaler scaler = make_silent_scaler({.init_scale = 0x1p16});
     x_.mutable_grad() = torch::full({2}, 0x1p-20F).to(torch::kHalf);
@@ -634,7 +634,7 @@ TEST_P(Unscaled, GradientsSurviveThatUnderflowInHalf) {
   }
 }
 
-TEST(UnscaledMasters, HalfWithoutAMasterIsStillRefused) {
+TEST(GradScalerFloat16Gradients, UnscaleThrowsWithoutMaster) {
   const auto x = torch::zeros({2}, torch::kHalf).requires_grad_();
   x.mutable_grad() = torch::ones_like(x);
   GradScaler scaler = make_silent_scaler();
@@ -647,7 +647,7 @@ TEST(UnscaledMasters, HalfWithoutAMasterIsStillRefused) {
   EXPECT_TRUE(scaler.step(kept).applied());
 }
 
-TEST(MasterParams, AreTheParametersWhereThereAreNoMasters) {
+TEST(MasterParams, ReturnParamsWithoutMasters) {
   const Model model(torch::kBFloat16, /*has_gaps=*/false);
   torch::optim::SGD theirs(model.groups(), torch::optim::SGDOptions(1.0));
   mezzo::optim::SGD plain(model.groups(), mezzo::optim::SGDOptions(1.0));
@@ -664,7 +664,7 @@ TEST(MasterParams, AreTheParametersWhereThereAreNoMasters) {
   }
 }
 
-TEST(MasterParams, AreMadeBeforeTheFirstStepAndStayTheSameTensors) {
+TEST(MasterParams, CreatedBeforeFirstStepAndStable) {
   for (const MakeKeeper& make : {weight_storage_cases().front(), weight_storage_cases().back()}) {
     const Model model(torch::kHalf, /*has_gaps=*/false);
     const OwnedOptimizer owned = make(model.groups());
@@ -685,7 +685,7 @@ TEST(MasterParams, AreMadeBeforeTheFirstStepAndStayTheSameTensors) {
 }
 
 // bfloat16 has float's exponents, so that unscaling by a power of two in place loses nothing.
-TEST(MasterParams, OfSplitMastersThereAreNone) {
+TEST(MasterParams, ThrowForSplitMaster) {
   const auto x = torch::zeros({2}, torch::kBFloat16).requires_grad_();
   mezzo::optim::SGD split({x}, mezzo::optim::SGDOptions(1.0),
                           {.weight_storage = WeightStorage::split_master});
@@ -700,7 +700,7 @@ TEST(MasterParams, OfSplitMastersThereAreNone) {
   EXPECT_EQ(x[0].item<float>(), -1.0F);
 }
 
-TEST(MasterParams, ThatWereMadeEarlyAreSavedAndLoaded) {
+TEST(MasterParams, CreatedEarlySurviveSaveAndLoad) {
   const Model model(torch::kHalf, /*has_gaps=*/false);
   mezzo::optim::AdamW optimizer(model.groups(), 1e-3, kMasters);
   (void)master_params(optimizer);
@@ -727,7 +727,7 @@ struct WithoutRate : torch::optim::Optimizer {
   at::Tensor step(LossClosure /*closure*/ = nullptr) override { return {}; }
 };
 
-TEST(OptimizersOfTheUsers, WhoseRateCannotBeSetThrowUnderASchedule) {
+TEST(CustomOptimizers, ThrowUnderScheduleWithoutSetLr) {
   const at::Tensor weight = one_weight();
   weight.mutable_grad() = torch::ones_like(weight);
   WithoutRate inner({weight});
@@ -749,11 +749,11 @@ void train(const Model& model, MasterWeights& optimizer, int first, int last) {
   }
 }
 
-class FileOfDtype : public testing::TestWithParam<torch::ScalarType> {};
-INSTANTIATE_TEST_SUITE_P(MasterWeightsFile, FileOfDtype,
+class MasterWeightsArchiveDtype : public testing::TestWithParam<torch::ScalarType> {};
+INSTANTIATE_TEST_SUITE_P(Dtypes, MasterWeightsArchiveDtype,
                          testing::Values(torch::kHalf, torch::kBFloat16));
 
-TEST_P(FileOfDtype, ResumesToTheBitInTheMiddleOfARun) {
+TEST_P(MasterWeightsArchiveDtype, ResumesBitwise) {
   for (const MakeOptimizer& make : libtorch_optimizers()) {
     const Model whole(GetParam());
     const auto whole_inner = make(whole.groups());
@@ -780,7 +780,7 @@ TEST_P(FileOfDtype, ResumesToTheBitInTheMiddleOfARun) {
   }
 }
 
-TEST(MasterWeightsFile, HoldsMastersInFloatWhateverTheModelIsCastTo) {
+TEST(MasterWeightsArchive, HoldsFloat32Masters) {
   const Model model(torch::kBFloat16);
   torch::optim::SGD inner(model.groups(), torch::optim::SGDOptions(0.1));
   MasterWeights optimizer(inner);
@@ -797,7 +797,7 @@ TEST(MasterWeightsFile, HoldsMastersInFloatWhateverTheModelIsCastTo) {
   EXPECT_THAT(master_params(loaded), BitwiseEqual(masters));
 }
 
-TEST(MasterWeightsFile, OfTheInnerOptimizerAloneIsAnOrdinaryOne) {
+TEST(MasterWeightsArchive, InnerArchiveIsTorchs) {
   const Model model(torch::kHalf);
   torch::optim::SGD inner(model.groups(), torch::optim::SGDOptions(0.1).momentum(0.9));
   MasterWeights optimizer(inner);
@@ -813,9 +813,9 @@ TEST(MasterWeightsFile, OfTheInnerOptimizerAloneIsAnOrdinaryOne) {
 }
 
 /// What `call` throws; the optimizer goes on as if nothing had been.
-class RefusedFile : public testing::Test {
+class MasterWeightsInvalidArchive : public testing::Test {
  protected:
-  RefusedFile() { train(model_, optimizer_, 0, 7); }
+  MasterWeightsInvalidArchive() { train(model_, optimizer_, 0, 7); }
 
   std::string error_of_loading(const std::string& file) {
     const std::string before = save_to_string(optimizer_);
@@ -834,31 +834,31 @@ class RefusedFile : public testing::Test {
   MasterWeights optimizer_{inner_};
 };
 
-TEST_F(RefusedFile, OfTheBareOptimizer) {
+TEST_F(MasterWeightsInvalidArchive, ThrowsForInnerOptimizerArchive) {
   EXPECT_THAT(error_of_loading(save_to_string(inner_)), HasSubstr("the archive holds no masters"));
 }
 
-TEST_F(RefusedFile, OfAnotherKindOfOptimizer) {
+TEST_F(MasterWeightsInvalidArchive, ThrowsForOtherOptimizerClass) {
   torch::optim::Adam adam(model_.groups(), torch::optim::AdamOptions(0.7));
   const MasterWeights other(adam);
   EXPECT_NE(error_of_loading(save_to_string(other)), "no error");
 }
 
-TEST_F(RefusedFile, OfOtherGroups) {
+TEST_F(MasterWeightsInvalidArchive, ThrowsForOtherGroups) {
   torch::optim::SGD sgd(model_.parameters, torch::optim::SGDOptions(0.7));
   const MasterWeights other(sgd);
   EXPECT_THAT(error_of_loading(save_to_string(other)),
               HasSubstr("a different number of parameter groups"));
 }
 
-TEST_F(RefusedFile, OfAModelThatWasCast) {
+TEST_F(MasterWeightsInvalidArchive, ThrowsForCastModel) {
   const std::string file = save_to_string(optimizer_);
   model_.parameters[0].mutable_grad() = torch::Tensor();
   model_.parameters[0].set_data(model_.parameters[0].detach().to(torch::kFloat));
   EXPECT_THAT(error_of_loading(file), HasSubstr("cast as it was then"));
 }
 
-TEST_F(RefusedFile, OfMastersOfAnotherShape) {
+TEST_F(MasterWeightsInvalidArchive, ThrowsForMastersOfOtherShape) {
   Model model(torch::kHalf);
   model.parameters[0] = torch::zeros({5, 7}, torch::kHalf).requires_grad_();
   torch::optim::SGD sgd(model.groups(), torch::optim::SGDOptions(0.7).momentum(0.9));
@@ -868,7 +868,7 @@ TEST_F(RefusedFile, OfMastersOfAnotherShape) {
               HasSubstr("the master float32 [5, 7] on cpu for parameter 0 of group 0"));
 }
 
-TEST(MasterWeightsFile, OfAFloatModelIsReadFromACheckpoint) {
+TEST(MasterWeightsArchive, Float32ModelLoadsFromCheckpoint) {
   const torch::nn::Linear model(2, 2);
   torch::optim::SGD sgd(model->parameters(), 0.1);
   MasterWeights masters(sgd);

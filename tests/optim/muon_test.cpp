@@ -48,7 +48,7 @@ double difference(const torch::Tensor& left, const torch::Tensor& right) {
   return ((left.to(torch::kDouble) - wide).abs().max() / wide.abs().max()).item<double>();
 }
 
-TEST(Muon, TrainsAsPythons) {
+TEST(Muon, MatchesPython) {
   // Products of bfloat16 differ between CPUs: only Python on the same machine has the same bits.
   const char* const of_this_machine = std::getenv("MEZZO_MUON_CASES");
   std::ifstream file(of_this_machine ? of_this_machine : MEZZO_OPTIM_TEST_DATA "/muon.pt",
@@ -88,7 +88,7 @@ TEST(Muon, TrainsAsPythons) {
   }
 }
 
-TEST(Muon, TakesMatricesOnly) {
+TEST(Muon, ThrowsForNonMatrix) {
   EXPECT_THAT(
       [] {
         Muon(std::vector<torch::Tensor>{torch::ones({2, 2}), torch::ones(3)});
@@ -108,7 +108,7 @@ TEST(Muon, TakesMatricesOnly) {
   EXPECT_EQ(optimizer.param_groups().size(), 1U);
 }
 
-TEST(Muon, IsAnyOptimizerToScalerAndSchedule) {
+TEST(Muon, WorksWithGradScalerAndSchedule) {
   torch::manual_seed(1);
   auto weight = torch::randn({6, 4}).requires_grad_();
   Muon optimizer({weight}, MuonOptions(2e-2));
@@ -130,7 +130,7 @@ TEST(Muon, IsAnyOptimizerToScalerAndSchedule) {
   EXPECT_EQ(optimizer.param_groups()[0].options().get_lr(), 1.5e-2);
 }
 
-TEST(Muon, TakesTheSameStepInAnyRegion) {
+TEST(Muon, StepIgnoresAutocast) {
   const auto trained = [](bool in_region) {
     torch::manual_seed(1);
     auto weight = torch::randn({6, 4});
@@ -147,7 +147,7 @@ TEST(Muon, TakesTheSameStepInAnyRegion) {
   EXPECT_TRUE(trained(true).equal(trained(false)));
 }
 
-TEST(Muon, KeepsTheRunningMeanOf16BitGradients) {
+TEST(Muon, PreservesMomentumOf16BitGradients) {
   auto weight = torch::randn({6, 4}, torch::kBFloat16);
   Muon optimizer({weight}, MuonOptions().momentum(0.5).nesterov(false));
   weight.mutable_grad() = torch::full({6, 4}, 2.0, torch::kBFloat16);

@@ -169,7 +169,7 @@ void expect_same_steps_from(const std::string& form_name, const Form& form, bool
   }
 }
 
-TEST(OptimizerState, AnotherLayoutTrainsAlike) {
+TEST(OptimizerState, OtherStridesTrainIdentically) {
   expect_same_steps_from("row by row",
                          [](const Tensor& one) { return std::pair(one, one.contiguous()); });
   expect_same_steps_from("with gaps", [](const Tensor& one) {
@@ -181,7 +181,7 @@ TEST(OptimizerState, AnotherLayoutTrainsAlike) {
   expect_same_steps_from("negative by a bit", negative, /*of_fused=*/true);
 }
 
-TEST(OptimizerState, AnotherDtypeTrainsAlike) {
+TEST(OptimizerState, OtherDtypeTrainsIdentically) {
   for (const auto dtype : {torch::kBFloat16, torch::kHalf}) {
     expect_same_steps_from(c10::toString(dtype), [dtype](const Tensor& one) {
       if (one.scalar_type() == torch::kShort) return std::pair(one, one);
@@ -190,7 +190,7 @@ TEST(OptimizerState, AnotherDtypeTrainsAlike) {
   }
 }
 
-TEST(OptimizerState, GradientsOfAnotherDtypeGoOnFromTheState) {
+TEST(OptimizerState, PreservedForGradientsOfOtherDtype) {
   for (const OptimizerCase& one : optimizer_cases()) {
     if (one.dtype == torch::kFloat) continue;
     SCOPED_TRACE(one.name);
@@ -223,7 +223,7 @@ class FusedOptimizerState : public testing::Test {
 using FusedOptimizers = testing::Types<mo::Adam, mo::AdamW, mo::SGD, mo::Lion>;
 TYPED_TEST_SUITE(FusedOptimizerState, FusedOptimizers);
 
-TYPED_TEST(FusedOptimizerState, ACopyOutlivesTheParameterItCameFrom) {
+TYPED_TEST(FusedOptimizerState, CopyOutlivesParam) {
   using State = typename TypeParam::State;
   const auto weight = [] { return torch::ones({3}).requires_grad_(); };
   for (const std::string way : {"clone", "copy construction", "assignment"}) {
@@ -249,7 +249,7 @@ TYPED_TEST(FusedOptimizerState, ACopyOutlivesTheParameterItCameFrom) {
   }
 }
 
-TYPED_TEST(FusedOptimizerState, ACopyCountsByItself) {
+TYPED_TEST(FusedOptimizerState, CopyCountsIndependently) {
   using State = typename TypeParam::State;
   State state;
   state.step_count().move_to(torch::full({}, 3.0F));  // as where a device counts
@@ -261,7 +261,7 @@ TYPED_TEST(FusedOptimizerState, ACopyCountsByItself) {
   }
 }
 
-TYPED_TEST(FusedOptimizerState, ACastParameterKeepsNoMaster) {
+TYPED_TEST(FusedOptimizerState, CastParamDropsMaster) {
   for (const auto storage : {WeightStorage::fp32_master, WeightStorage::split_master}) {
     {
       const Tensor weight = torch::ones({3}, torch::kBFloat16).requires_grad_();
@@ -281,7 +281,7 @@ TYPED_TEST(FusedOptimizerState, ACastParameterKeepsNoMaster) {
   }
 }
 
-TYPED_TEST(FusedOptimizerState, StateOfAnotherClassThrows) {
+TYPED_TEST(FusedOptimizerState, ThrowsForStateOfOtherClass) {
   const Tensor weight = torch::ones({3}).requires_grad_();
   TypeParam optimizer({weight}, this->options());
   optimizer.state()[weight.unsafeGetTensorImpl()] = std::make_unique<to::RMSpropParamState>();
@@ -291,7 +291,7 @@ TYPED_TEST(FusedOptimizerState, StateOfAnotherClassThrows) {
   EXPECT_TRUE(weight.equal(torch::ones({3})));
 }
 
-TYPED_TEST(FusedOptimizerState, StateOfAnotherShapeThrows) {
+TYPED_TEST(FusedOptimizerState, ThrowsForStateOfOtherShape) {
   using State = typename TypeParam::State;
   const Tensor weight = torch::ones({3}, torch::kBFloat16).requires_grad_();
   weight.mutable_grad() = torch::ones({3}, torch::kBFloat16);
@@ -323,7 +323,7 @@ TYPED_TEST(FusedOptimizerState, StateOfAnotherShapeThrows) {
   EXPECT_EQ(message_of([&] { optimizer.step(); }), "no error");
 }
 
-TEST(AdamWState, TorchFileHasTheCountOfItsMostSteppedParameter) {
+TEST(AdamWState, TorchArchiveSetsHighestParamStep) {
   for (const std::size_t stepped : {0U, 1U}) {
     const std::vector<Tensor> weights{torch::ones({3}), torch::ones({3})};
     to::AdamW theirs(weights);
@@ -338,7 +338,7 @@ TEST(AdamWState, TorchFileHasTheCountOfItsMostSteppedParameter) {
   }
 }
 
-TEST(SgdState, DampeningSwitchedOnLateThrows) {
+TEST(SgdState, ThrowsForLateDampening) {
   const Tensor weight = torch::ones({3}, torch::kBFloat16).requires_grad_();
   weight.mutable_grad() = torch::ones({3}, torch::kBFloat16);
   // With masters a state remembers steps without momentum.
@@ -356,7 +356,7 @@ TEST(SgdState, DampeningSwitchedOnLateThrows) {
 
 // --- Weights that are written after a load ------------------------------------------------------
 
-TEST(LoadedMasters, WeightsWrittenAfterALoadCountWhole) {
+TEST(LoadedMasters, ExternalWriteAfterLoadReplacesMaster) {
   for (const test_support::WeightStorageCase& storage_case : test_support::weight_storage_cases()) {
     SCOPED_TRACE(storage_case.name);
     const auto step = [](const OwnedOptimizer& optimizer, const Tensor& weight, double gradient) {

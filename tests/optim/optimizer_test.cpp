@@ -51,7 +51,7 @@ const torch::Tensor& inverse() {
   return number;
 }
 
-TEST(StepPlan, HasARowForEachGradient) {
+TEST(StepPlan, HasParamForEachGradient) {
   const auto x = with_gradient({12, 0}), y = with_gradient({-16}), unused = torch::ones({3});
   SGD optimizer({x, unused, y}, SGDOptions(1.0));
   const auto plan = optimizer.plan();
@@ -62,7 +62,7 @@ TEST(StepPlan, HasARowForEachGradient) {
   EXPECT_TRUE(SGD({unused}, SGDOptions(1.0)).plan().params.empty());
 }
 
-TEST(StepPlan, IsReadOnceForAVerdict) {
+TEST(StepPlan, GradStatsReadGradientsOnce) {
   const auto x = with_gradient({12, 0}), y = with_gradient({-16});
   SGD optimizer({x, y}, SGDOptions(1.0));
   const auto stats = optimizer.grad_stats(optimizer.plan(), inverse());
@@ -74,7 +74,7 @@ TEST(StepPlan, IsReadOnceForAVerdict) {
   EXPECT_EQ(optimizer.grad_stats(optimizer.plan(), inverse()).found_inf.item<float>(), 1.0F);
 }
 
-TEST(StepPlan, IsAppliedAsGradScalerAppliesIt) {
+TEST(StepPlan, ApplyMatchesGradScalerStep) {
   const auto ours = with_gradient({3, -7, 11}), theirs = with_gradient({3, -7, 11});
   AdamW left({ours}, AdamWOptions(0.1)), right({theirs}, AdamWOptions(0.1));
   mezzo::GradScaler scaler({.init_scale = 4});
@@ -90,7 +90,7 @@ TEST(StepPlan, IsAppliedAsGradScalerAppliesIt) {
   EXPECT_EQ(left.applied_steps(), 3);
 }
 
-TEST(StepPlan, WritesNothingWhereItIsRefused) {
+TEST(StepPlan, ThrowingPlanWritesNothing) {
   const auto x = with_gradient({4}), y = with_gradient({8});
   AdamW optimizer({x, y}, AdamWOptions(1.0));
   y.mutable_grad() = torch::ones({2});
@@ -100,14 +100,14 @@ TEST(StepPlan, WritesNothingWhereItIsRefused) {
   EXPECT_EQ(optimizer.applied_steps(), 0);
 }
 
-TEST(StepPlan, TellsOfHalfThatNoMasterWidens) {
+TEST(StepPlan, ReportsFloat16WithoutMaster) {
   const auto half = with_gradient({1}, torch::kHalf);
   EXPECT_TRUE(SGD({half}, SGDOptions(1.0)).plan().has_fp16_without_master);
   SGD with_master({half}, SGDOptions(1.0), {.weight_storage = WeightStorage::fp32_master});
   EXPECT_FALSE(with_master.plan().has_fp16_without_master);
 }
 
-TEST(StepPlan, TakesGradientsOfFloatForWeightsOf16Bits) {
+TEST(StepPlan, AcceptsFloat32GradientsOf16BitWeights) {
   for (const auto storage : {WeightStorage::plain, WeightStorage::fp32_master,
                              WeightStorage::split_master, WeightStorage::stochastic_rounding}) {
     const auto wide = with_gradient({1.5, -2}, torch::kBFloat16);
@@ -123,7 +123,7 @@ TEST(StepPlan, TakesGradientsOfFloatForWeightsOf16Bits) {
   }
 }
 
-TEST(StepPlan, PassesOverAParameterWithoutGradientWhoseMasterIsOfAnotherShape) {
+TEST(StepPlan, IgnoresMismatchedMasterWithoutGradient) {
   const auto p = torch::ones({4}, torch::kBFloat16).requires_grad_();
   const auto q = torch::ones({4}, torch::kBFloat16).requires_grad_();
   SGD optimizer({p, q}, SGDOptions(1.0), {.weight_storage = WeightStorage::fp32_master});
@@ -136,7 +136,7 @@ TEST(StepPlan, PassesOverAParameterWithoutGradientWhoseMasterIsOfAnotherShape) {
   EXPECT_EQ(q[0].item<float>(), -1.0F);
 }
 
-TEST(StepPlan, ChecksTheRowsOfAllDevicesBeforeItStepsOnAny) {
+TEST(StepPlan, ChecksAllDevicesBeforeStepping) {
   const auto on_cpu = torch::ones({2}).requires_grad_();
   const auto elsewhere = torch::ones({2}, torch::kMeta).requires_grad_();
   SGD optimizer({on_cpu, elsewhere}, SGDOptions(0.1).momentum(0.9).dampening(0.5));
@@ -148,7 +148,7 @@ TEST(StepPlan, ChecksTheRowsOfAllDevicesBeforeItStepsOnAny) {
 
 // --- GradScaler::step with mezzo's optimizers and with options.
 
-class OneFusedStep : public testing::Test {
+class FusedStep : public testing::Test {
  protected:
   void set_grad(std::vector<float> values) { x_.mutable_grad() = torch::tensor(values) * 1024; }
 
@@ -157,7 +157,7 @@ class OneFusedStep : public testing::Test {
   GradScaler scaler_ = make_silent_scaler();
 };
 
-TEST_F(OneFusedStep, TellsWhatBecameOfIt) {
+TEST_F(FusedStep, ReportsResult) {
   set_grad({3, 4});
   const auto result = scaler_.step(optimizer_, {.max_norm = 1.0});
   EXPECT_TRUE(result.ready());
@@ -174,7 +174,7 @@ TEST_F(OneFusedStep, TellsWhatBecameOfIt) {
   EXPECT_FALSE(scaler_.step(optimizer_, {.max_norm = 1.0}).step_return().has_value());
 }
 
-TEST_F(OneFusedStep, LeavesEverythingAsItIsWhenItIsSkipped) {
+TEST_F(FusedStep, SkippedStepChangesNothing) {
   set_grad({3, 4});
   scaler_.step(optimizer_);
   scaler_.update();
@@ -196,14 +196,14 @@ TEST_F(OneFusedStep, LeavesEverythingAsItIsWhenItIsSkipped) {
   EXPECT_EQ(scaler_.get_scale(), 512.0);
 }
 
-TEST_F(OneFusedStep, ASkippedFirstStepLeavesNoStateBehind) {
+TEST_F(FusedStep, SkippedFirstStepCreatesZeroState) {
   set_grad({kInfinity, 0});
   scaler_.step(optimizer_);
   EXPECT_TRUE(optimizer_.state().empty());
 }
 
 // A thread that cleared one before another thread read it would lose half of the step.
-TEST_F(OneFusedStep, ClearsAGradientOfSeveralParametersAfterAllHaveReadIt) {
+TEST_F(FusedStep, ZeroesSharedGradientAfterAllReads) {
   const std::vector<torch::Tensor> all{torch::ones({40000}).requires_grad_(),
                                        torch::ones({40000}).requires_grad_()};
   const auto gradient = torch::full({40000}, 1024.0F);
@@ -215,7 +215,7 @@ TEST_F(OneFusedStep, ClearsAGradientOfSeveralParametersAfterAllHaveReadIt) {
   EXPECT_EQ(gradient.abs().max().item<float>(), 0.0F);
 }
 
-TEST_F(OneFusedStep, ClearsGradientsWhoseElementsShareMemory) {
+TEST_F(FusedStep, ZeroesOverlappingGradient) {
   const auto y = torch::ones({5}).requires_grad_();
   y.mutable_grad() = torch::full({1}, 1024.0F).expand({5});
   AdamW optimizer({y}, AdamWOptions(0.1));
@@ -224,7 +224,7 @@ TEST_F(OneFusedStep, ClearsGradientsWhoseElementsShareMemory) {
   EXPECT_TRUE(torch::equal(y.grad(), torch::zeros({5})));
 }
 
-TEST_F(OneFusedStep, RefusesNormsThatAreNotPositive) {
+TEST_F(FusedStep, ThrowsForNonPositiveMaxNorm) {
   set_grad({3, 4});
   for (const double bad : {0.0, -1.0, std::nan("")}) {
     EXPECT_THAT([&] { scaler_.step(optimizer_, {.max_norm = bad}); },
@@ -233,7 +233,7 @@ TEST_F(OneFusedStep, RefusesNormsThatAreNotPositive) {
   EXPECT_TRUE(scaler_.step(optimizer_, {.max_norm = 1.0}).applied());
 }
 
-TEST_F(OneFusedStep, ADisabledScalerStepsWhateverTheGradientsAre) {
+TEST_F(FusedStep, DisabledScalerStepsOnInf) {
   GradScaler disabled({.enabled = false});
   x_.mutable_grad() = torch::tensor({3.0F, kInfinity});
   const auto result = disabled.step(optimizer_, {.max_norm = 1.0});
@@ -243,7 +243,7 @@ TEST_F(OneFusedStep, ADisabledScalerStepsWhateverTheGradientsAre) {
   EXPECT_TRUE(x_.isnan().any().item<bool>());  // inf / inf, as after clip_grad_norm_
 }
 
-TEST_F(OneFusedStep, ADisabledScalerHasNothingToClipWithoutGradients) {
+TEST_F(FusedStep, DisabledScalerClipsWithoutGradients) {
   GradScaler disabled({.enabled = false});
   const auto result = disabled.step(optimizer_, {.max_norm = 1.0});
   EXPECT_TRUE(result.applied());
@@ -259,7 +259,7 @@ torch::Tensor double_parameter() {
   return x;
 }
 
-TEST(ScalerStepWithOptions, ClipsDoublesInDoubleWhoeverSteps) {
+TEST(StepOptions, ClipsFloat64InFloat64) {
   const auto ours = double_parameter(), theirs = double_parameter();
   mezzo::optim::SGD fused({ours}, mezzo::optim::SGDOptions(1.0));
   torch::optim::SGD plain({theirs}, torch::optim::SGDOptions(1.0));
@@ -336,26 +336,26 @@ void expect_same_steps(const Options& options, at::ScalarType dtype = torch::kFl
   }
 }
 
-TEST(AtenStep, GivesWhatMezzosKernelsGiveForAdamW) {
+TEST(AtenStep, MatchesMezzoKernelsForAdamW) {
   using mezzo::optim::AdamWOptions;
   expect_same_steps<mezzo::optim::AdamW>(AdamWOptions(1e-2));
   expect_same_steps<mezzo::optim::AdamW>(AdamWOptions(1e-2).amsgrad(true).weight_decay(0.1));
 }
 
-TEST(AtenStep, GivesWhatMezzosKernelsGiveForAdam) {
+TEST(AtenStep, MatchesMezzoKernelsForAdam) {
   using mezzo::optim::AdamOptions;
   expect_same_steps<mezzo::optim::Adam>(AdamOptions(1e-2));
   expect_same_steps<mezzo::optim::Adam>(AdamOptions(1e-2).amsgrad(true).weight_decay(0.1));
 }
 
-TEST(AtenStep, GivesWhatMezzosKernelsGiveForSgd) {
+TEST(AtenStep, MatchesMezzoKernelsForSgd) {
   using mezzo::optim::SGDOptions;
   expect_same_steps<mezzo::optim::SGD>(SGDOptions(1e-2).weight_decay(0.1));
   expect_same_steps<mezzo::optim::SGD>(SGDOptions(1e-2).momentum(0.9));
   expect_same_steps<mezzo::optim::SGD>(SGDOptions(1e-2).momentum(0.9).nesterov(true));
 }
 
-TEST(AtenStep, GivesWhatMezzosKernelsGiveForMasters) {
+TEST(AtenStep, MatchesMezzoKernelsForMasters) {
   for (const auto dtype : {torch::kBFloat16, torch::kHalf}) {
     expect_same_steps<mezzo::optim::AdamW>(AdamWOptions(1e-2).amsgrad(true), dtype);
     expect_same_steps<mezzo::optim::Adam>(mezzo::optim::AdamOptions(1e-2), dtype);
@@ -364,7 +364,7 @@ TEST(AtenStep, GivesWhatMezzosKernelsGiveForMasters) {
   }
 }
 
-TEST(AtenStep, RefusesStoragesThatItCannotKeep) {
+TEST(AtenStep, ThrowsForUnsupportedWeightStorage) {
   const auto expect_refused = [](auto optimizer, const torch::Tensor& x) {
     EXPECT_THAT([&] { optimizer.apply(optimizer.plan()); },
                 ThrowsMessage<c10::Error>(
@@ -382,7 +382,7 @@ TEST(AtenStep, RefusesStoragesThatItCannotKeep) {
   }
 }
 
-TEST(AtenStep, UnscalesAGradientOfSeveralParametersOnceForEach) {
+TEST(AtenStep, UnscalesSharedGradientOncePerParam) {
   const auto gradient = torch::full({3}, 8.0F);
   const auto x = torch::ones({3});
   const auto y = torch::ones({3});
@@ -401,7 +401,7 @@ int64_t steps_of(Optimizer& optimizer, const torch::Tensor& parameter) {
   return static_cast<typename Optimizer::State&>(state).step();
 }
 
-TEST(AtenStep, CountsNoStepThatItRefuses) {
+TEST(AtenStep, ThrowingStepIsNotCounted) {
   const auto x = torch::ones({2});
   const auto y = torch::ones({2});
   x.mutable_grad() = torch::ones({2});
@@ -435,7 +435,7 @@ struct FailingSgd : AtenOptimizer<SGD> {
   mutable int calls = 0;
 };
 
-TEST(AtenStep, CountsNoStepOfAGroupThatThrows) {
+TEST(AtenStep, ThrowingGroupIsNotCounted) {
   const auto x = torch::ones({2}), y = torch::ones({2});
   FailingSgd sgd({torch::optim::OptimizerParamGroup({x}), torch::optim::OptimizerParamGroup({y})},
                  mezzo::optim::SGDOptions(0.5).momentum(0.5));
@@ -447,7 +447,7 @@ TEST(AtenStep, CountsNoStepOfAGroupThatThrows) {
 
 /// Or a backward pass would go on with weights that are no longer those of its forward pass.
 // A check that unscale_ made and one that the step made add up, and devices' do.
-TEST(AtenStep, IsSkippedWhateverTheNumberOfChecksThatFoundAnInf) {
+TEST(AtenStep, SkipsForFoundInfAboveOne) {
   const auto parameter = torch::ones({5});
   AtenOptimizer<AdamW> optimizer({parameter}, mezzo::optim::AdamWOptions(1e-2));
   parameter.mutable_grad() = torch::full({5}, std::numeric_limits<float>::infinity());
@@ -455,7 +455,7 @@ TEST(AtenStep, IsSkippedWhateverTheNumberOfChecksThatFoundAnInf) {
   EXPECT_TRUE(torch::equal(parameter, torch::ones({5})));
 }
 
-TEST(AtenStep, BumpsTheVersionSoThatAutogradNotices) {
+TEST(AtenStep, BumpsVersionCounters) {
   const auto parameter = torch::ones({5}).requires_grad_();
   AtenOptimizer<AdamW> adam({parameter}, mezzo::optim::AdamWOptions(1e-2));
   AtenOptimizer<SGD> sgd({parameter}, mezzo::optim::SGDOptions(1e-2));
@@ -471,7 +471,7 @@ TEST(AtenStep, BumpsTheVersionSoThatAutogradNotices) {
 
 // --- Gradients of 16-bit weights that add up in float.
 
-TEST(AccumulateInFloat, AddsUpGradientsOf16BitWeights) {
+TEST(AccumulateInFloat, AccumulatesGradientsOf16BitWeights) {
   for (const bool in_float : {false, true}) {
     const auto weight = torch::zeros({2}, torch::kBFloat16).requires_grad_();
     if (in_float) accumulate_in_float({weight});
@@ -483,7 +483,7 @@ TEST(AccumulateInFloat, AddsUpGradientsOf16BitWeights) {
   }
 }
 
-TEST(AccumulateInFloat, HoldsForTheFirstBatchOfAWeightThatWasFrozen) {
+TEST(AccumulateInFloat, AppliesToUnfrozenWeight) {
   const auto weight = torch::zeros({2}, torch::kBFloat16);
   accumulate_in_float({weight});
   SGD optimizer({weight}, 1.0);
@@ -493,7 +493,7 @@ TEST(AccumulateInFloat, HoldsForTheFirstBatchOfAWeightThatWasFrozen) {
   EXPECT_EQ(weight[0].item<float>(), -1000.0F);
 }
 
-TEST(AccumulateInFloat, AddsToWhatWasAddedUpIn16BitsBefore) {
+TEST(AccumulateInFloat, ConvertsExistingGradients) {
   const auto weight = torch::zeros({2}, torch::kBFloat16).requires_grad_();
   weight.sum().backward();
   accumulate_in_float({weight});
@@ -501,7 +501,7 @@ TEST(AccumulateInFloat, AddsToWhatWasAddedUpIn16BitsBefore) {
   EXPECT_TRUE(torch::equal(weight.grad(), torch::full({2}, 1000.0)));
 }
 
-TEST(AccumulateInFloat, LeavesTheGradientsOfADoubleModelDouble) {
+TEST(AccumulateInFloat, PreservesFloat64Gradients) {
   const auto weight = torch::zeros({2}, torch::kDouble).requires_grad_();
   accumulate_in_float({weight});
   (weight * 1e300).sum().backward();
@@ -515,7 +515,7 @@ double distance(const torch::Tensor& gradient, const torch::Tensor& exact) {
 
 // What a product with float output (cuBLAS has one) would save: the backward pass computes in 16
 // bits all the same.
-TEST(AccumulateInFloat, LosesLittleToTheRoundingOfEachMicroBatchsGradient) {
+TEST(AccumulateInFloat, RoundingErrorStaysSmall) {
   constexpr int64_t kWidth = 128, kBatch = 16, kMicroBatches = 64;
   torch::manual_seed(1);
   const auto options = torch::dtype(torch::kBFloat16);

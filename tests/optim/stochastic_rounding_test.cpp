@@ -35,7 +35,7 @@ c10::BFloat16 rounded(float value, uint32_t noise) {
   return {static_cast<uint16_t>(bits), c10::BFloat16::from_bits()};
 }
 
-TEST(StochasticRounding, GoesToEitherNeighbourAsOftenAsItIsNear) {
+TEST(StochasticRounding, RoundsWithProbabilityOfDistance) {
   for (const float value : {1.0F + 1.0F / 512, -3.14159F, 1e-30F, 6e4F, 1e-39F}) {
     double sum = 0;
     std::set<float> seen;
@@ -61,7 +61,7 @@ std::array<uint32_t, 4> noise_of(uint64_t number, RandomKey key) {
   return {bits & 0xFFFFU, bits >> 16, (bits * 0x9E3779B1U) >> 16, (bits * 0x85EBCA77U) >> 16};
 }
 
-TEST(RandomBits, AreEvenlySpreadForEveryStepAndParameter) {
+TEST(RandomBits, AreUniformForEachStepAndParam) {
   constexpr uint32_t kCount = 20000;
   const double tolerance = 5 / std::sqrt(12.0 * kCount);  // five standard deviations
   for (uint64_t step = 1; step <= 20; ++step) {
@@ -83,7 +83,7 @@ TEST(RandomBits, AreEvenlySpreadForEveryStepAndParameter) {
   }
 }
 
-TEST(RandomBits, DifferBySeedStepParameterAndBlock) {
+TEST(RandomBits, DifferBySeedStepParamAndBlock) {
   std::set<RandomKey> keys;
   for (uint64_t seed = 0; seed < 4; ++seed) {
     for (uint64_t step = 1; step < 20; ++step) {
@@ -129,7 +129,7 @@ StepBuffers expected_after(const StepBuffers& before,
 
 constexpr int64_t kPiece = mezzo::detail::kMinChunkElements;
 
-class StochasticLoop : public testing::TestWithParam<CpuIsa> {
+class StochasticRoundingKernel : public testing::TestWithParam<CpuIsa> {
  protected:
   void SetUp() override {
     if (!mezzo::detail::has_isa(GetParam())) GTEST_SKIP() << "this CPU does not have it";
@@ -163,14 +163,14 @@ class StochasticLoop : public testing::TestWithParam<CpuIsa> {
   }
 };
 
-TEST_P(StochasticLoop, GivesThePlainResultsToTheBit) {
+TEST_P(StochasticRoundingKernel, MatchesReferenceBitwise) {
   for (const int64_t first : {int64_t{0}, (int64_t{1} << 32) - kPiece, int64_t{3} << 32}) {
     expect_plain_results<false>(first);
     expect_plain_results<true>(first);
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(AllInstructionSets, StochasticLoop,
+INSTANTIATE_TEST_SUITE_P(AllInstructionSets, StochasticRoundingKernel,
                          testing::Values(CpuIsa::scalar, CpuIsa::vector128, CpuIsa::avx2,
                                          CpuIsa::avx512),
                          [](const auto& test) { return name_of(test.param); });
@@ -199,13 +199,13 @@ torch::Tensor trained(int number_of_threads, uint64_t seed) {
   return parameter.detach();
 }
 
-TEST(StochasticRounding, FollowsFromTheSeedWhateverTheThreads) {
+TEST(StochasticRounding, DeterministicForSeedAcrossThreadCounts) {
   EXPECT_TRUE(torch::equal(trained(1, 7), trained(2, 7)));
   EXPECT_FALSE(torch::equal(trained(1, 7), trained(1, 8)));
 }
 
 /// Of 1.5, whose neighbour is 2^-7 below, steps by an eighth of that.
-TEST(StochasticRounding, DrawsOtherBitsInEachStepWithoutMomentsToo) {
+TEST(StochasticRounding, DrawsNewBitsEachStepWithoutMoments) {
   const auto parameter = torch::full({10000}, 1.5F).to(torch::kBFloat16).requires_grad_();
   mezzo::optim::SGD optimizer({parameter}, mezzo::optim::SGDOptions(0x1p-10),
                               {.weight_storage = WeightStorage::stochastic_rounding});
@@ -217,7 +217,7 @@ TEST(StochasticRounding, DrawsOtherBitsInEachStepWithoutMomentsToo) {
 }
 
 /// A step of SGD with momentum that is the first to have a buffer moves a weight as one without.
-TEST(StochasticRounding, DrawsOtherBitsWhenMomentumIsTurnedOn) {
+TEST(StochasticRounding, DrawsNewBitsWhenMomentumIsEnabled) {
   const auto start = torch::full({10000}, 1.5F).to(torch::kBFloat16);
   const auto parameter = start.clone().requires_grad_();
   mezzo::optim::SGD optimizer({parameter}, mezzo::optim::SGDOptions(0x1p-8),
@@ -254,7 +254,7 @@ double loss_after_training(torch::ScalarType dtype, WeightStorage storage) {
   return (inputs.mm(weight.to(torch::kFloat)) - targets).square().mean().item<double>();
 }
 
-TEST(StochasticRounding, LearnsInAThousandStepsWhatFloatLearnsWhereNearestStalls) {
+TEST(StochasticRounding, TrainsLikeFloat32WhereNearestStalls) {
   const double with_float = loss_after_training(torch::kFloat, WeightStorage::plain);
   const double nearest = loss_after_training(torch::kBFloat16, WeightStorage::plain);
   const double stochastic =

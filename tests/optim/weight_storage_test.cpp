@@ -71,7 +71,7 @@ std::vector<float> interesting_floats() {
   return values;
 }
 
-TEST(SplitWeightFormat, GiveEveryFloatBackToTheBit) {
+TEST(SplitWeightFormat, RoundTripsEveryFloat32) {
   for (const float value : interesting_floats()) {
     uint32_t upper = 0;
     uint32_t lower = 0;
@@ -84,7 +84,7 @@ TEST(SplitWeightFormat, GiveEveryFloatBackToTheBit) {
   }
 }
 
-TEST(SplitWeightFormat, HaveTheNearestBfloat16AsTheirUpperHalf) {
+TEST(SplitWeightFormat, HighBitsAreNearestBfloat16) {
   for (const float value : interesting_floats()) {
     uint32_t upper = 0;
     uint32_t lower = 0;
@@ -98,7 +98,7 @@ TEST(SplitWeightFormat, HaveTheNearestBfloat16AsTheirUpperHalf) {
   }
 }
 
-TEST(SplitWeightFormat, KeepNaNANaN) {
+TEST(SplitWeightFormat, PreservesNaN) {
   for (const uint32_t bits : {0x7F800001U, 0x7FFFFFFFU, 0xFFFFFFFFU, 0x7FC00000U, 0xFF80FFFFU}) {
     float value = 0;
     std::memcpy(&value, &bits, sizeof(value));
@@ -150,7 +150,7 @@ struct Models {
 };
 
 template <class T>
-class EveryOptimizer : public testing::Test {};
+class WeightStorageTraining : public testing::Test {};
 
 struct AdamWCase {
   using Optimizer = mezzo::optim::AdamW;
@@ -178,9 +178,9 @@ struct LionCase {
   static auto options() { return mezzo::optim::LionOptions(1e-3); }
 };
 using Cases = testing::Types<AdamWCase, AmsgradCase, MomentumCase, PlainSgdCase, LionCase>;
-TYPED_TEST_SUITE(EveryOptimizer, Cases, );
+TYPED_TEST_SUITE(WeightStorageTraining, Cases, );
 
-TYPED_TEST(EveryOptimizer, WithMastersTrainsWhatAFloatModelTrainsToTheBit) {
+TYPED_TEST(WeightStorageTraining, Fp32MasterMatchesFloat32Model) {
   for (const auto dtype : {torch::kBFloat16, torch::kHalf}) {
     const Models models(dtype);
     typename TypeParam::Optimizer low(models.low, TypeParam::options(),
@@ -195,7 +195,7 @@ TYPED_TEST(EveryOptimizer, WithMastersTrainsWhatAFloatModelTrainsToTheBit) {
   }
 }
 
-TYPED_TEST(EveryOptimizer, WithSplitMastersTrainsWhatAFloatModelTrainsToTheBit) {
+TYPED_TEST(WeightStorageTraining, SplitMasterMatchesFloat32Model) {
   const Models models;
   typename TypeParam::Optimizer low(models.low, TypeParam::options(),
                                     {.weight_storage = WeightStorage::split_master});
@@ -209,7 +209,7 @@ TYPED_TEST(EveryOptimizer, WithSplitMastersTrainsWhatAFloatModelTrainsToTheBit) 
   }
 }
 
-TYPED_TEST(EveryOptimizer, GoesOnFromAFileAsIfItHadNotStopped) {
+TYPED_TEST(WeightStorageTraining, ResumesBitwiseFromArchive) {
   for (const auto storage : {WeightStorage::plain, WeightStorage::fp32_master,
                              WeightStorage::split_master, WeightStorage::stochastic_rounding}) {
     const Models models;
@@ -241,7 +241,7 @@ TYPED_TEST(EveryOptimizer, GoesOnFromAFileAsIfItHadNotStopped) {
   }
 }
 
-TEST(SplitWeightFormat, TakeAMastersTiesOverThatRoundTheOtherWay) {
+TEST(SplitWeightFormat, PreservesMasterTies) {
   const auto parameter = torch::full({1}, 1.0F).to(torch::kBFloat16);
   const auto tie = torch::full({1}, 1.0F + 1.0F / 256);  // the nearest even bfloat16 is 1
   AdamWParamState state;
@@ -251,7 +251,7 @@ TEST(SplitWeightFormat, TakeAMastersTiesOverThatRoundTheOtherWay) {
   EXPECT_FALSE(state.master().defined());
 }
 
-TEST(WeightStorage, OfParametersOfFloatIsAlwaysPlain) {
+TEST(WeightStorage, Float32ParamsArePlain) {
   for (const auto storage : {WeightStorage::fp32_master, WeightStorage::split_master,
                              WeightStorage::stochastic_rounding}) {
     const auto ours = torch::ones({50}).requires_grad_();
@@ -267,7 +267,7 @@ TEST(WeightStorage, OfParametersOfFloatIsAlwaysPlain) {
   }
 }
 
-TEST(WeightStorage, OfBfloat16IsWarnedAboutWhereNoWeightHas16Bits) {
+TEST(WeightStorage, WarnsWithout16BitWeights) {
   const c10::WarningUtils::WarnAlways warn_each_time;
   const auto warned = [](WeightStorage storage, torch::ScalarType second) {
     const test_support::WarningRecorder warnings;
@@ -286,7 +286,7 @@ TEST(WeightStorage, OfBfloat16IsWarnedAboutWhereNoWeightHas16Bits) {
   EXPECT_THAT(warned(WeightStorage::fp32_master, torch::kFloat), testing::ElementsAre());
 }
 
-TEST(WeightStorage, OfHalfCannotBeSplitOrStochastic) {
+TEST(WeightStorage, ThrowsForFloat16SplitOrStochastic) {
   for (const auto& [storage, name] : std::vector<std::pair<WeightStorage, std::string>>{
            {WeightStorage::split_master, "split_master"},
            {WeightStorage::stochastic_rounding, "stochastic"}}) {
@@ -300,7 +300,7 @@ TEST(WeightStorage, OfHalfCannotBeSplitOrStochastic) {
   }
 }
 
-TEST(WeightStorage, SurvivesTheLoadingOfTorchsFile) {
+TEST(WeightStorage, LoadOfTorchArchivePreservesStorage) {
   const Models models;
   torch::optim::AdamW theirs(models.low, torch::optim::AdamWOptions(1e-3));
   models.set_gradients();
@@ -320,7 +320,7 @@ TEST(WeightStorage, SurvivesTheLoadingOfTorchsFile) {
   EXPECT_EQ(get_param_state<AdamWParamState>(ours, models.low[0]).step(), 2);
 }
 
-TEST(WeightStorage, ThatRoundsEachUpdateIsWarnedAbout) {
+TEST(WeightStorage, PlainStorageWarns) {
   const c10::WarningUtils::WarnAlways warn_each_time;
   const Models models;
   const auto warnings_of = [&models](WeightStorage storage, const std::vector<at::Tensor>& model) {
@@ -341,7 +341,7 @@ TEST(WeightStorage, ThatRoundsEachUpdateIsWarnedAbout) {
   EXPECT_THAT(warnings_of(WeightStorage::plain, models.floats), testing::IsEmpty());
 }
 
-TEST(WeightStorage, OfWeightsWithoutGradientIsNotAsked) {
+TEST(WeightStorage, ParamsWithoutGradientAreNotChecked) {
   const c10::WarningUtils::WarnAlways warn_each_time;
   const torch::Tensor trained = torch::ones({3}).requires_grad_();
   trained.mutable_grad() = torch::ones({3});
@@ -355,7 +355,7 @@ TEST(WeightStorage, OfWeightsWithoutGradientIsNotAsked) {
   }
 }
 
-TEST(WeightStorage, WarningNamesWhatFloat16MomentsLose) {
+TEST(WeightStorage, WarningReportsFloat16MomentUnderflow) {
   const c10::WarningUtils::WarnAlways warn_each_time;
   const torch::Tensor weight = torch::ones({2, 2}, torch::kHalf).requires_grad_();
   weight.mutable_grad() = torch::ones_like(weight);
@@ -385,9 +385,9 @@ void set_grad(const torch::Tensor& parameter, double value) {
 }
 
 /// A parameter of bfloat16 that was trained a little, so that there is something in its lower half.
-class SplitParameter : public testing::Test {
+class SplitMasterParam : public testing::Test {
  protected:
-  SplitParameter() {
+  SplitMasterParam() {
     set_grad(parameter_, 0.5);
     optimizer_.step();
     EXPECT_TRUE(
@@ -410,7 +410,7 @@ class SplitParameter : public testing::Test {
       {parameter_}, AdamWOptions(1e-4), {.weight_storage = WeightStorage::split_master}};
 };
 
-TEST_F(SplitParameter, CanBeSavedAfterItsDtypeChanged) {
+TEST_F(SplitMasterParam, SavesAfterDtypeChange) {
   for (const auto dtype : {torch::kHalf, torch::kFloat}) {
     parameter_.set_data(parameter_.detach().to(dtype));
     const std::string file = test_support::save_to_string(optimizer_);
@@ -421,14 +421,14 @@ TEST_F(SplitParameter, CanBeSavedAfterItsDtypeChanged) {
   }
 }
 
-TEST_F(SplitParameter, KeepsItsLowerHalfWhenALazyCopyOfItIsMade) {
+TEST_F(SplitMasterParam, LazyCopyPreservesLowBits) {
   const auto before = whole(optimizer_, parameter_);
   const auto copy = at::_lazy_clone(parameter_.detach());
   step_without_moving();
   EXPECT_TRUE(torch::equal(whole(optimizer_, parameter_), before));
 }
 
-TEST_F(SplitParameter, KeepsItsLowerHalfThroughAStepThatThrows) {
+TEST_F(SplitMasterParam, ThrowingStepPreservesLowBits) {
   const auto before = whole(optimizer_, parameter_);
   const auto version = parameter_._version();
   const auto other = torch::ones({3}).requires_grad_();
@@ -444,7 +444,7 @@ TEST_F(SplitParameter, KeepsItsLowerHalfThroughAStepThatThrows) {
   EXPECT_TRUE(torch::equal(whole(optimizer_, parameter_), before));
 }
 
-TEST_F(SplitParameter, TakesMemoryOfAnotherSize) {
+TEST_F(SplitMasterParam, AcceptsResizedStorage) {
   SGD optimizer({parameter_}, SGDOptions(0), {.weight_storage = WeightStorage::split_master});
   optimizer.step();
   parameter_.mutable_grad() = torch::Tensor();
@@ -503,7 +503,7 @@ void write(const std::string& way, const Tensor& parameter, const Tensor& values
   }
 }
 
-TEST(WrittenWeights, AreWhatTheNextStepGoesOnFrom) {
+TEST(ExternalWeightWrites, TakeEffectAtNextStep) {
   for (const WeightStorageCase& storage_case : keepers_of_16_bits()) {
     for (const char* const way : kWrites) {
       SCOPED_TRACE(std::string(storage_case.name) + ", by " + way);
@@ -526,7 +526,7 @@ TEST(WrittenWeights, AreWhatTheNextStepGoesOnFrom) {
   }
 }
 
-TEST(WrittenWeights, LeaveTheMastersOfTheOthersAsTheyWere) {
+TEST(ExternalWeightWrites, PreserveOtherMasters) {
   for (const WeightStorageCase& storage_case : keepers_of_16_bits()) {
     for (const char* const way : kWrites) {
       SCOPED_TRACE(std::string(storage_case.name) + ", by " + way);
@@ -549,7 +549,7 @@ TEST(WrittenWeights, LeaveTheMastersOfTheOthersAsTheyWere) {
   }
 }
 
-TEST(WrittenWeights, OfZeroInfAndNanAreTakenExactly) {
+TEST(ExternalWeightWrites, ZeroInfAndNaNAreExact) {
   const float inf = std::numeric_limits<float>::infinity();
   for (const WeightStorageCase& storage_case : keepers_of_16_bits()) {
     for (const float from : {1.01F, -1.01F}) {
@@ -580,7 +580,7 @@ TEST(WrittenWeights, OfZeroInfAndNanAreTakenExactly) {
   }
 }
 
-TEST(WrittenWeights, ThatZeroWritesAreZero) {
+TEST(ExternalWeightWrites, ZeroMethodGivesZero) {
   for (const WeightStorageCase& storage_case : keepers_of_16_bits()) {
     SCOPED_TRACE(storage_case.name);
     const Tensor parameter = torch::linspace(-1, 1, kSize).to(storage_case.dtype).requires_grad_();
@@ -598,7 +598,7 @@ TEST(WrittenWeights, ThatZeroWritesAreZero) {
 }
 
 // flat.split(n) gives views that share a version counter: a write to one shows in all of them.
-TEST(WrittenWeights, ThatShareAVersionCounterTrainAllTheSame) {
+TEST(ExternalWeightWrites, SharedVersionCounterTrains) {
   for (const WeightStorageCase& storage_case : keepers_of_16_bits()) {
     SCOPED_TRACE(storage_case.name);
     const Tensor flat = torch::ones({4 * kSize}, storage_case.dtype);
@@ -615,7 +615,7 @@ TEST(WrittenWeights, ThatShareAVersionCounterTrainAllTheSame) {
   }
 }
 
-TEST(WrittenWeights, AtTheirMastersWin) {
+TEST(ExternalWeightWrites, MasterWritesTakePrecedence) {
   for (const WeightStorageCase& storage_case : keepers_of_16_bits()) {
     if (storage_case.is_split) continue;
     SCOPED_TRACE(storage_case.name);
@@ -640,7 +640,7 @@ TEST(WrittenWeights, AtTheirMastersWin) {
 }
 
 // A caller that has held a master since some earlier step has not written it.
-TEST(WrittenWeights, BeatMastersShownBefore) {
+TEST(ExternalWeightWrites, OverrideExposedMasters) {
   for (const WeightStorageCase& storage_case : keepers_of_16_bits()) {
     if (storage_case.is_split) continue;
     SCOPED_TRACE(storage_case.name);
@@ -658,7 +658,7 @@ TEST(WrittenWeights, BeatMastersShownBefore) {
   }
 }
 
-TEST(WrittenWeights, AfterAStepThatThrewBeatMastersShownBefore) {
+TEST(ExternalWeightWrites, OverrideExposedMastersAfterThrow) {
   const Tensor parameter = torch::ones({kSize}, torch::kBFloat16).requires_grad_();
   test_support::ThrowingSgd inner({parameter}, 1.0);
   mezzo::MasterWeights masters(inner);

@@ -44,5 +44,5 @@ for _ in range(count):
     cases.append({"weights": weights, "gradients": gradients, "expected": parameters, **options})
 torch.save(cases, file)
 if len(sys.argv) > 3:
-    sys.exit(subprocess.run([sys.argv[3], "--gtest_filter=Muon.TrainsAsPythons"],
+    sys.exit(subprocess.run([sys.argv[3], "--gtest_filter=Muon.MatchesPython"],
                             env={**os.environ, "MEZZO_MUON_CASES": str(file)}, check=False).returncode)

@@ -163,9 +163,9 @@ std::string name_of_probe(const testing::TestParamInfo<Probe>& info) {
   return std::get<0>(info.param).name + std::get<1>(info.param);
 }
 
-class OptimizerProbes : public testing::TestWithParam<Probe> {};
+class OptimizerChangesBetweenSteps : public testing::TestWithParam<Probe> {};
 
-TEST_P(OptimizerProbes, GiveTorchsNumbers) {
+TEST_P(OptimizerChangesBetweenSteps, MatchTorch) {
   const auto& [pair, what] = GetParam();
   Training ours(pair.ours), theirs(pair.theirs);
   for (int step = 0; step < 6; ++step) {
@@ -178,11 +178,11 @@ TEST_P(OptimizerProbes, GiveTorchsNumbers) {
   expect_alike(ours, theirs);
 }
 
-INSTANTIATE_TEST_SUITE_P(Changes, OptimizerProbes,
+INSTANTIATE_TEST_SUITE_P(Changes, OptimizerChangesBetweenSteps,
                          testing::Combine(testing::Values(kAdam, kAdamW, kSgd),
                                           testing::ValuesIn(kChanges)),
                          name_of_probe);
-INSTANTIATE_TEST_SUITE_P(Rearrangements, OptimizerProbes,
+INSTANTIATE_TEST_SUITE_P(Rearrangements, OptimizerChangesBetweenSteps,
                          testing::Combine(testing::Values(kAdam, kAdamW, kSgd),
                                           testing::ValuesIn(kRearrangements)),
                          name_of_probe);
@@ -211,30 +211,30 @@ void expect_scaler_makes_no_difference(const MakeOfGroups& make, const std::stri
   expect_alike(scaled, plain);
 }
 
-class ScaledOptimizerProbes : public testing::TestWithParam<Probe> {};
+class ScaledOptimizerChangesBetweenSteps : public testing::TestWithParam<Probe> {};
 
-TEST_P(ScaledOptimizerProbes, GiveTheNumbersOfNoScaler) {
+TEST_P(ScaledOptimizerChangesBetweenSteps, MatchUnscaledTraining) {
   const auto& [pair, what] = GetParam();
   expect_scaler_makes_no_difference(pair.ours, what, false);
   if (what == std::string("ExpandedGradients")) return;  // which ATen does not write in place
   expect_scaler_makes_no_difference(pair.theirs, what, false);
 }
 
-INSTANTIATE_TEST_SUITE_P(Changes, ScaledOptimizerProbes,
+INSTANTIATE_TEST_SUITE_P(Changes, ScaledOptimizerChangesBetweenSteps,
                          testing::Combine(testing::Values(kAdamW, kSgd),
                                           testing::ValuesIn(kChanges)),
                          name_of_probe);
 
-class RearrangedOptimizerProbes : public testing::TestWithParam<Probe> {};
+class ParamGroupChangesBetweenSteps : public testing::TestWithParam<Probe> {};
 
-TEST_P(RearrangedOptimizerProbes, AreNotUnscaledTwice) {
+TEST_P(ParamGroupChangesBetweenSteps, UnscaleOnce) {
   const auto& [pair, what] = GetParam();
   for (const MakeOfGroups& make : {pair.ours, pair.theirs}) {
     expect_scaler_makes_no_difference(make, what, true);
   }
 }
 
-TEST_P(RearrangedOptimizerProbes, StepMastersToTheBitsOfAFloatModel) {
+TEST_P(ParamGroupChangesBetweenSteps, MastersMatchFloat32Model) {
   const auto& [pair, what] = GetParam();
   Training low(pair.theirs, torch::kBFloat16), whole(pair.theirs, torch::kFloat);
   mezzo::MasterWeights masters(*low.optimizer);
@@ -251,7 +251,7 @@ TEST_P(RearrangedOptimizerProbes, StepMastersToTheBitsOfAFloatModel) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Rearrangements, RearrangedOptimizerProbes,
+INSTANTIATE_TEST_SUITE_P(Rearrangements, ParamGroupChangesBetweenSteps,
                          testing::Combine(testing::Values(kAdamW, kSgd),
                                           testing::ValuesIn(kRearrangements)),
                          name_of_probe);

@@ -246,9 +246,9 @@ bool is_libtorchs_error(const std::string& error) {
   return error.find("does not support sparse gradients") != std::string::npos;
 }
 
-class Abuse : public testing::TestWithParam<StepPath> {};
+class NonStandardGradients : public testing::TestWithParam<StepPath> {};
 
-TEST_P(Abuse, GradientsOfOddMemoryGiveTheBitsOfPlainOnesOrAreRefused) {
+TEST_P(NonStandardGradients, MatchContiguousBitwiseOrThrow) {
   for (const std::string& call : kCalls) {
     for (const std::string& form : kForms) {
       SCOPED_TRACE(call + ", " + form);
@@ -281,7 +281,7 @@ TEST_P(Abuse, GradientsOfOddMemoryGiveTheBitsOfPlainOnesOrAreRefused) {
 }
 
 // After the refusal a plain gradient is enough: no other gradient was unscaled in between.
-TEST_P(Abuse, AGradientThatIsRefusedSpoilsNoOther) {
+TEST_P(NonStandardGradients, ThrowingGradientLeavesOthersUnchanged) {
   for (const std::string& form : kRefusedForms) {
     for (const std::string& call : kCalls) {
       if (call == "NoScaler" && is_libtorchs(GetParam())) continue;  // it takes integers
@@ -307,7 +307,7 @@ TEST_P(Abuse, AGradientThatIsRefusedSpoilsNoOther) {
   }
 }
 
-TEST_P(Abuse, AnInfInAGradientOfOddMemorySkipsTheStep) {
+TEST_P(NonStandardGradients, InfSkipsStep) {
   const double inf = std::numeric_limits<double>::infinity();
   for (const std::string& call : kCalls) {
     if (call == "NoScaler") continue;
@@ -333,7 +333,7 @@ TEST_P(Abuse, AnInfInAGradientOfOddMemorySkipsTheStep) {
   }
 }
 
-TEST_P(Abuse, NanInEveryStepChangesNothingAndTheScaleStaysAboveZero) {
+TEST_P(NonStandardGradients, RepeatedNaNKeepsScalePositive) {
   for (const std::string& call : kCalls) {
     if (call == "NoScaler") continue;
     SCOPED_TRACE(call);
@@ -364,7 +364,7 @@ TEST_P(Abuse, NanInEveryStepChangesNothingAndTheScaleStaysAboveZero) {
   }
 }
 
-TEST_P(Abuse, AnInfInOneOfSeveralMicroBatchesSkipsTheStep) {
+TEST_P(NonStandardGradients, InfInOneMicroBatchSkipsStep) {
   for (int bad = 0; bad < 3; ++bad) {
     SCOPED_TRACE(bad);
     Trained training(GetParam());
@@ -392,7 +392,7 @@ TEST_P(Abuse, AnInfInOneOfSeveralMicroBatchesSkipsTheStep) {
   }
 }
 
-TEST_P(Abuse, ParametersWithoutAGradientStayAsTheyAre) {
+TEST_P(NonStandardGradients, UndefinedGradientLeavesParamUnchanged) {
   for (const std::string& call : kCalls) {
     SCOPED_TRACE(call);
     Trained all(GetParam()), some(GetParam());
@@ -412,7 +412,7 @@ TEST_P(Abuse, ParametersWithoutAGradientStayAsTheyAre) {
   }
 }
 
-TEST_P(Abuse, NoParameterAtAllIsAnErrorOrNoStep) {
+TEST_P(NonStandardGradients, EmptyParamListThrowsOrDoesNothing) {
   Stepper stepper;
   const std::string made = message_of([&] { stepper = GetParam().make({}); });
   if (made != "no error") {
@@ -428,7 +428,7 @@ TEST_P(Abuse, NoParameterAtAllIsAnErrorOrNoStep) {
   EXPECT_FALSE(bytes_of(stepper.ref()).empty());
 }
 
-TEST_P(Abuse, AHookThatThrowsLeavesAStepThatGivesTheSameBits) {
+TEST_P(NonStandardGradients, ThrowingHookPreservesNextStep) {
   Trained thrown(GetParam()), plain(GetParam());
   bool throws = true;
   thrown.parameters[0].register_hook([&](const Tensor& gradient) {
@@ -453,7 +453,7 @@ TEST_P(Abuse, AHookThatThrowsLeavesAStepThatGivesTheSameBits) {
   EXPECT_THAT(thrown.weights(), BitwiseEqual(plain.weights()));
 }
 
-TEST_P(Abuse, AClosureThatThrowsChangesNothing) {
+TEST_P(NonStandardGradients, ThrowingClosureChangesNothing) {
   Trained thrown(GetParam()), plain(GetParam());
   for (Trained* training : {&thrown, &plain}) training->set_gradients(0, "Plain", false);
   const auto before = thrown.weights();
@@ -469,7 +469,7 @@ TEST_P(Abuse, AClosureThatThrowsChangesNothing) {
   EXPECT_THAT(thrown.weights(), BitwiseEqual(plain.weights()));
 }
 
-INSTANTIATE_TEST_SUITE_P(Of, Abuse, testing::ValuesIn(kPaths),
+INSTANTIATE_TEST_SUITE_P(AllPaths, NonStandardGradients, testing::ValuesIn(kPaths),
                          [](const auto& path) { return path.param.name; });
 
 }  // namespace

@@ -83,7 +83,7 @@ void step_with_the_same_gradient(torch::optim::Optimizer& ours, torch::optim::Op
 }
 
 template <class Kind>
-class LibtorchIdioms : public testing::Test {
+class TorchCompatibility : public testing::Test {
  protected:
   static auto& options_of(torch::optim::Optimizer& optimizer, std::size_t group = 0) {
     return static_cast<typename Kind::Options&>(optimizer.param_groups()[group].options());
@@ -110,9 +110,9 @@ using AllNames =
                          torch::optim::AdamWOptions, torch::optim::AdamWParamState>,
                    Names<mezzo::optim::SGD, mezzo::optim::SGDParamState, torch::optim::SGD,
                          torch::optim::SGDOptions, torch::optim::SGDParamState>>;
-TYPED_TEST_SUITE(LibtorchIdioms, AllNames);
+TYPED_TEST_SUITE(TorchCompatibility, AllNames);
 
-TYPED_TEST(LibtorchIdioms, ARateThatIsSetByAStaticCastIsTaken) {
+TYPED_TEST(TorchCompatibility, LrSetByStaticCastApplies) {
   for (int i = 0; i < 4; ++i) {
     for (torch::optim::Optimizer* optimizer :
          {static_cast<torch::optim::Optimizer*>(&this->ours_),
@@ -131,14 +131,14 @@ TYPED_TEST(LibtorchIdioms, ARateThatIsSetByAStaticCastIsTaken) {
   EXPECT_LT(this->difference(), 1e-12);
 }
 
-TYPED_TEST(LibtorchIdioms, DefaultsAreThoseOfGroupsToCome) {
+TYPED_TEST(TorchCompatibility, DefaultsApplyToLaterGroups) {
   static_cast<typename TypeParam::Options&>(this->ours_.defaults()).lr(0.5);
   this->ours_.add_param_group(OptimizerParamGroup(std::vector<torch::Tensor>{some_parameter(2)}));
   EXPECT_EQ(this->options_of(this->ours_, 1).lr(), 0.5);
   EXPECT_EQ(this->options_of(this->ours_, 0).lr(), 1e-2);
 }
 
-TYPED_TEST(LibtorchIdioms, LibtorchsSchedulersSetTheRate) {
+TYPED_TEST(TorchCompatibility, TorchSchedulersSetLr) {
   using Plateau = torch::optim::ReduceLROnPlateauScheduler;
   torch::optim::StepLR our_steps(this->ours_, /*step_size=*/2, /*gamma=*/0.1);
   torch::optim::StepLR their_steps(this->theirs_, 2, 0.1);
@@ -156,7 +156,7 @@ TYPED_TEST(LibtorchIdioms, LibtorchsSchedulersSetTheRate) {
   EXPECT_LT(this->difference(), 1e-12);
 }
 
-TYPED_TEST(LibtorchIdioms, GroupsHaveTheirOwnOptionsAndInheritWhatALibtorchsDoes) {
+TYPED_TEST(TorchCompatibility, GroupsInheritOptionsLikeTorch) {
   using Options = typename TypeParam::Options;
   const auto add = [](torch::optim::Optimizer& optimizer, int seed, auto options) {
     optimizer.add_param_group(
@@ -188,7 +188,7 @@ TYPED_TEST(LibtorchIdioms, GroupsHaveTheirOwnOptionsAndInheritWhatALibtorchsDoes
                               this->theirs_.param_groups()[1].params()[0], 0, 1e-12));
 }
 
-TYPED_TEST(LibtorchIdioms, AFileBringsItsStorageAndSeedAndKeepsReferencesToOptions) {
+TYPED_TEST(TorchCompatibility, LoadPreservesOptionReferences) {
   using Options = typename TypeParam::Options;
   const auto parameter = some_parameter(1);
   constexpr mezzo::optim::WeightStorageOptions kWeights{
@@ -204,7 +204,7 @@ TYPED_TEST(LibtorchIdioms, AFileBringsItsStorageAndSeedAndKeepsReferencesToOptio
   EXPECT_TRUE(optimizer.state().empty());
 }
 
-TYPED_TEST(LibtorchIdioms, AnIllegalOptionIsNamedBeforeAnythingIsWritten) {
+TYPED_TEST(TorchCompatibility, ThrowsForInvalidOptionBeforeWriting) {
   this->step();
   const auto before = this->our_parameter_.detach().clone();
   this->options_of(this->ours_).lr(std::numeric_limits<double>::quiet_NaN());
@@ -216,7 +216,7 @@ TYPED_TEST(LibtorchIdioms, AnIllegalOptionIsNamedBeforeAnythingIsWritten) {
   EXPECT_TRUE(file.str().empty());
 }
 
-TYPED_TEST(LibtorchIdioms, StateIsReadThroughLibtorchsClass) {
+TYPED_TEST(TorchCompatibility, StateReadableThroughTorchClass) {
   this->step(3);
   auto& ours = get_param_state<typename TypeParam::State>(this->ours_, this->our_parameter_);
   auto& theirs = get_param_state<typename TypeParam::State>(this->theirs_, this->their_parameter_);
@@ -234,7 +234,7 @@ TYPED_TEST(LibtorchIdioms, StateIsReadThroughLibtorchsClass) {
   }
 }
 
-TYPED_TEST(LibtorchIdioms, StateIsWrittenThroughLibtorchsClass) {
+TYPED_TEST(TorchCompatibility, StateWritableThroughTorchClass) {
   const auto on_both = [&](auto&& change) {
     change(get_param_state<typename TypeParam::State>(this->ours_, this->our_parameter_));
     change(get_param_state<typename TypeParam::State>(this->theirs_, this->their_parameter_));
@@ -251,7 +251,7 @@ TYPED_TEST(LibtorchIdioms, StateIsWrittenThroughLibtorchsClass) {
   }
 }
 
-TYPED_TEST(LibtorchIdioms, ClonesOfStatesKeepAllOfThem) {
+TYPED_TEST(TorchCompatibility, StateClonesAreComplete) {
   typename TypeParam::OurState state;
   state.step(3).master(torch::ones({2}));
   for (torch::Tensor* tensor : tensors_of(state)) *tensor = torch::ones({2});
@@ -262,7 +262,7 @@ TYPED_TEST(LibtorchIdioms, ClonesOfStatesKeepAllOfThem) {
   EXPECT_TRUE(copy.master().defined());
 }
 
-TYPED_TEST(LibtorchIdioms, CopiesOfStatesCountAlone) {
+TYPED_TEST(TorchCompatibility, StateCopiesCountIndependently) {
   typename TypeParam::OurState state;
   state.step_count().move_to(torch::full({}, 3.0F));
   const auto clone = state.clone();
@@ -276,7 +276,7 @@ TYPED_TEST(LibtorchIdioms, CopiesOfStatesCountAlone) {
   EXPECT_EQ(assigned.step(), 9);
 }
 
-TEST(OptionsOfMezzo, AreEqualWhereAllOfThemAreThoughLibtorchHasNoSuchOptimizer) {
+TEST(MezzoOptions, EqualityComparesAllOptions) {
   using mezzo::optim::LAMBOptions;
   using mezzo::optim::LionOptions;
   EXPECT_TRUE(LAMBOptions(0.5) == LAMBOptions(0.5));
@@ -285,7 +285,7 @@ TEST(OptionsOfMezzo, AreEqualWhereAllOfThemAreThoughLibtorchHasNoSuchOptimizer) 
   EXPECT_FALSE(LionOptions(0.5) == LionOptions(0.25));
 }
 
-TEST(OptionsOfMezzo, OfAGroupCountThoughLibtorchHasNoSuchOptimizer) {
+TEST(MezzoOptions, GroupOptionsApply) {
   const auto options = mezzo::optim::LionOptions(0.5).weight_decay(0.1);
   const auto group = [&options](int seed) {
     return OptimizerParamGroup({some_parameter(seed)},
@@ -298,7 +298,7 @@ TEST(OptionsOfMezzo, OfAGroupCountThoughLibtorchHasNoSuchOptimizer) {
   }
 }
 
-TEST(OptionsOfMezzo, AreNotTakenFromAnotherOptimizer) {
+TEST(MezzoOptions, ThrowForOtherOptimizersOptions) {
   mezzo::optim::AdamW optimizer({some_parameter(1)});
   const OptimizerParamGroup of_another({some_parameter(2)},
                                        std::make_unique<torch::optim::AdamOptions>(1e-3));
@@ -312,7 +312,7 @@ TEST(OptionsOfMezzo, AreNotTakenFromAnotherOptimizer) {
 
 // The count that libtorch's class shows while a device counts is no plausible one, and one that is
 // set there is told from it.
-TEST(StatesOfMezzo, WriteAStepToWhereTheDeviceCounts) {
+TEST(FusedParamState, StepSetterWritesDeviceCount) {
   mezzo::optim::AdamWParamState state;
   torch::optim::AdamWParamState& as_theirs = state;
   const auto on_device = torch::full({}, 5.0F);
@@ -333,7 +333,7 @@ TEST(StatesOfMezzo, WriteAStepToWhereTheDeviceCounts) {
               ThrowsMessage<c10::Error>(HasSubstr("has step -3")));
 }
 
-TEST(StatesOfMezzo, AreRefusedWithANegativeStep) {
+TEST(FusedParamState, ThrowsForNegativeStep) {
   const auto parameter = some_parameter(1);
   mezzo::optim::AdamW optimizer({parameter});
   parameter.mutable_grad() = torch::ones_like(parameter);
@@ -404,7 +404,7 @@ void expect_torchs_answers(const Options& options) {
   }
 }
 
-TEST(TorchsAnswers, AreAdamWs) {
+TEST(TorchOptimizerParity, AdamW) {
   const auto options = AdamWOptions(1e-2).weight_decay(0.1).betas({0.8, 0.95}).eps(1e-6);
   for (const bool amsgrad : {false, true}) {
     expect_torchs_answers<mezzo::optim::AdamW, torch::optim::AdamW>(
@@ -412,7 +412,7 @@ TEST(TorchsAnswers, AreAdamWs) {
   }
 }
 
-TEST(TorchsAnswers, AreAdams) {
+TEST(TorchOptimizerParity, Adam) {
   for (const double weight_decay : {0.0, 0.1}) {
     for (const bool amsgrad : {false, true}) {
       expect_torchs_answers<mezzo::optim::Adam, torch::optim::Adam>(
@@ -421,7 +421,7 @@ TEST(TorchsAnswers, AreAdams) {
   }
 }
 
-TEST(TorchsAnswers, AreSgds) {
+TEST(TorchOptimizerParity, SGD) {
   for (const SGDOptions& options :
        {SGDOptions(1e-2), SGDOptions(1e-2).weight_decay(0.1), SGDOptions(1e-2).momentum(0.9),
         SGDOptions(1e-2).momentum(0.9).dampening(0.5),
@@ -432,7 +432,7 @@ TEST(TorchsAnswers, AreSgds) {
   }
 }
 
-TEST(SGD, RemembersNothingWithoutMomentum) {
+TEST(SGD, KeepsNoStateWithoutMomentum) {
   const auto x = torch::ones({3});
   x.mutable_grad() = torch::ones({3});
   mezzo::optim::SGD optimizer({x}, SGDOptions(0.5));
@@ -441,7 +441,7 @@ TEST(SGD, RemembersNothingWithoutMomentum) {
   EXPECT_TRUE(optimizer.state().empty());
 }
 
-TEST(SGD, BeginsABufferAsTorchDoesWhenMomentumIsTurnedOnLater) {
+TEST(SGD, LateMomentumInitializesBufferLikeTorch) {
   const Twins twins(torch::kDouble);
   mezzo::optim::SGD ours(twins.ours, SGDOptions(1e-2));
   torch::optim::SGD theirs(twins.theirs, SGDOptions(1e-2));

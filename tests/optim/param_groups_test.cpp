@@ -56,7 +56,7 @@ using Kinds = testing::Types<Kind<mezzo::optim::Adam, mezzo::optim::AdamOptions>
                              Kind<mezzo::optim::AdamW8bit, mezzo::optim::AdamWOptions>>;
 TYPED_TEST_SUITE(ParamGroups, Kinds);
 
-TYPED_TEST(ParamGroups, WithAnOptionOutOfRangeAreRefusedAndNotAdded) {
+TYPED_TEST(ParamGroups, ThrowForInvalidOptionAndAreNotAdded) {
   using Options = typename TypeParam::Options;
   typename TypeParam::Optimizer optimizer({this->parameter()}, Options(0.5));
   constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
@@ -133,7 +133,7 @@ TYPED_TEST(ParamGroups, WithAnOptionOutOfRangeAreRefusedAndNotAdded) {
       << "what is added after a refusal is trained";
 }
 
-TYPED_TEST(ParamGroups, WithAnotherOptimizersOptionsAreRefusedAndNotAdded) {
+TYPED_TEST(ParamGroups, ThrowForOtherOptimizersOptions) {
   using Options = typename TypeParam::Options;
   typename TypeParam::Optimizer optimizer({this->parameter()}, Options(0.5));
   EXPECT_THAT(message_of([&] {
@@ -145,7 +145,7 @@ TYPED_TEST(ParamGroups, WithAnotherOptimizersOptionsAreRefusedAndNotAdded) {
 }
 
 // As in torch: a model that did not register its layers has no parameters, and would not learn.
-TYPED_TEST(ParamGroups, OfAnEmptyParameterListAreRefused) {
+TYPED_TEST(ParamGroups, ThrowForEmptyParamList) {
   using Own = typename TypeParam::Optimizer;
   const typename TypeParam::Options options(0.5);
   for (const std::string& error :
@@ -164,7 +164,7 @@ TYPED_TEST(ParamGroups, OfAnEmptyParameterListAreRefused) {
 }
 
 // An overload for pointers beside one for OptimizerRef is chosen by what can be called.
-TYPED_TEST(ParamGroups, AreReachedThroughAReferenceToTheOptimizerAndNoPointer) {
+TYPED_TEST(ParamGroups, OptimizerRefRejectsPointer) {
   using Own = typename TypeParam::Optimizer;
   static_assert(std::is_convertible_v<Own&, mezzo::OptimizerRef>);
   static_assert(!std::is_convertible_v<Own*, mezzo::OptimizerRef>);
@@ -174,7 +174,7 @@ TYPED_TEST(ParamGroups, AreReachedThroughAReferenceToTheOptimizerAndNoPointer) {
   EXPECT_EQ(&mezzo::OptimizerRef(optimizer).optimizer(), &optimizer);
 }
 
-TYPED_TEST(ParamGroups, OfAParameterThatIsGivenTwiceOrSharesMemoryAreRefused) {
+TYPED_TEST(ParamGroups, ThrowForDuplicateOrOverlappingParams) {
   using Own = typename TypeParam::Optimizer;
   const typename TypeParam::Options options(0.5);
   const torch::Tensor x = this->parameter(), same_memory = x.detach().requires_grad_();
@@ -195,7 +195,7 @@ TYPED_TEST(ParamGroups, OfAParameterThatIsGivenTwiceOrSharesMemoryAreRefused) {
 }
 
 // `add_param_group` of torch::optim::Optimizer is not virtual, and checks nothing of mezzo's.
-TYPED_TEST(ParamGroups, AddedThroughTheBaseClassAreCheckedAtTheStep) {
+TYPED_TEST(ParamGroups, AddedThroughBaseClassAreCheckedAtStep) {
   using Options = typename TypeParam::Options;
   const torch::Tensor first = this->parameter();
   for (const bool is_duplicate : {true, false}) {
@@ -212,7 +212,7 @@ TYPED_TEST(ParamGroups, AddedThroughTheBaseClassAreCheckedAtTheStep) {
   }
 }
 
-TYPED_TEST(ParamGroups, AreSteppedWithTheGradientsOfAClosureWhoseLossIsReturned) {
+TYPED_TEST(ParamGroups, StepReturnsClosureLoss) {
   const torch::Tensor x = this->parameter();
   typename TypeParam::Optimizer optimizer({x}, typename TypeParam::Options(0.5));
   int calls = 0;
@@ -251,7 +251,7 @@ typename Kind::Options unusual_options() {
   return options;
 }
 
-TYPED_TEST(ParamGroups, GoOnFromAFileBitForBit) {
+TYPED_TEST(ParamGroups, ResumeBitwiseFromArchive) {
   using Own = typename TypeParam::Optimizer;
   torch::manual_seed(1);
   const torch::Tensor x = torch::randn({64, 80}), y = torch::empty({64, 80});
@@ -278,7 +278,7 @@ TYPED_TEST(ParamGroups, GoOnFromAFileBitForBit) {
 
 // libtorch finds a state by the address of its parameter, which a later tensor can get. mezzo's
 // rules notice; ordinary optimizers do not.
-TYPED_TEST(ParamGroups, AParameterThatIsReplacedLeavesNoStateToTheNext) {
+TYPED_TEST(ParamGroups, ReplacedParamDropsState) {
   using Options = typename TypeParam::Options;
   if (!std::derived_from<typename TypeParam::Optimizer, mezzo::optim::MixedPrecisionOptimizer>)
     return;
@@ -303,7 +303,7 @@ TYPED_TEST(ParamGroups, AParameterThatIsReplacedLeavesNoStateToTheNext) {
 }
 
 // The plan used a state that it then erased with the parameter that it came from.
-TYPED_TEST(ParamGroups, StateMovedToAReplacementIsKept) {
+TYPED_TEST(ParamGroups, MovedStateIsKept) {
   using Options = typename TypeParam::Options;
   if (!std::derived_from<typename TypeParam::Optimizer, mezzo::optim::MixedPrecisionOptimizer>)
     return;
