@@ -4,7 +4,7 @@
 //   two_versions LIBRARY LIBRARY
 
 #include <ATen/ATen.h>
-#include <torch/optim/optimizer_ref.h>
+#include <torch/optim/optimizer.h>
 
 #include <string>
 #include <vector>

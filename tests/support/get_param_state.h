@@ -1,6 +1,6 @@
 #pragma once
 
-#include <torch/optim/optimizer_ref.h>
+#include <torch/optim/optimizer.h>
 #include <torch/types.h>
 
 namespace test_support {

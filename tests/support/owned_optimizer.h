@@ -2,7 +2,7 @@
 
 #include <mezzo/optim/master_weights.h>
 
-#include <torch/optim/optimizer_ref.h>
+#include <torch/optim/optimizer.h>
 
 #include <memory>
 #include <utility>
