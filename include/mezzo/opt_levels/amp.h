@@ -207,7 +207,7 @@ class Amp {
     at::Tensor scaled{};  ///< the loss to run backward from
     std::vector<ManagedOptimizer*> optimizers{};
     std::vector<std::unique_ptr<detail::GradientStash>>
-        aside{};  ///< an optimizer; null if it had none
+        stashes{};  ///< an optimizer; null if it had none
   };
 
   /// The autocast regions on a model's devices.
