@@ -112,7 +112,7 @@ TEST(AdamWMemory, ThrowsForNonDenseParamBeforeWriting) {
   ordinary.mutable_grad() = torch::ones({3});
   AdamW optimizer({ordinary, with_gaps});
   EXPECT_THAT([&] { optimizer.step(); },
-              ThrowsMessage<c10::Error>(HasSubstr("has gaps in its memory")));
+              ThrowsMessage<c10::Error>(HasSubstr("has non-contiguous or overlapping storage")));
   EXPECT_TRUE(torch::equal(base, torch::ones({6, 8})));
   EXPECT_TRUE(torch::equal(ordinary, torch::ones({3})));
 }
@@ -175,7 +175,7 @@ TEST(AdamWErrors, ThrowsForUnsupportedGradientBeforeWriting) {
   good.mutable_grad() = torch::ones({4});
   AdamW optimizer({good, bad}, AdamWOptions(0.1));
   bad.mutable_grad() = torch::ones({4}).to_sparse();
-  EXPECT_THAT([&] { optimizer.step(); }, ThrowsMessage<c10::Error>(HasSubstr("takes dense")));
+  EXPECT_THAT([&] { optimizer.step(); }, ThrowsMessage<c10::Error>(HasSubstr("does not support sparse gradients")));
   const auto half = torch::ones({4}, torch::kHalf);
   half.mutable_grad() = torch::ones({4}, torch::kDouble);
   AdamW narrow({half});

@@ -255,7 +255,7 @@ TEST(EmaGuard, NestedGuardThrows) {
   second.update();
   auto outer = std::make_unique<EmaGuard>(first);
   EXPECT_THAT(message_of([&] { const EmaGuard inner(second); }),
-              HasSubstr("an EmaGuard is alive; let that scope end first"));
+              HasSubstr("an EmaGuard is alive; end its scope first"));
   EXPECT_EQ(shared.item<float>(), 6);
   EXPECT_EQ(own.item<float>(), 4);
   outer.reset();

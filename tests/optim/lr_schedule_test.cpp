@@ -561,8 +561,8 @@ TEST(LrScheduleArchive, RestoresCountMissingInTorchSgd) {
     LinearSchedule schedule(optimizer, {.total_steps = 100});
     load_from_string(optimizer, run.optimizer_file);
     EXPECT_THAT(warnings.texts, ElementsAre(HasSubstr(
-                                    "SGD: the file of torch::optim::SGD holds no number of steps; "
-                                    "load the schedule's own file, or call set_applied_steps(n)")));
+                                    "SGD: the archive of torch::optim::SGD has no step count; load the "
+                                    "schedule's archive, or call set_applied_steps(n)")));
     EXPECT_EQ(optimizer.applied_steps(), 0);
     if (steps_between) optimizer.step();
     load_from_string(schedule, run.schedule_file);
@@ -582,7 +582,7 @@ TEST(LrScheduleArchive, ThrowsForOtherGroupsOrArchives) {
   other.add_param_group(group_with(2.0));
   LinearSchedule wider(other, {.total_steps = 4});
   EXPECT_THAT([&] { load_from_string(wider, file); },
-              ThrowsMessage<c10::Error>(HasSubstr("1 parameter groups, and this optimizer 2")));
+              ThrowsMessage<c10::Error>(HasSubstr("parameter groups, 1, than this optimizer, 2")));
   EXPECT_THAT(wider.lrs(), ElementsAre(4.0, 2.0));
   EXPECT_EQ(wider.applied_steps(), 0);
 
@@ -596,7 +596,7 @@ TEST(LrScheduleArchive, ThrowsForOtherGroupsOrArchives) {
            {2.0, rates, "is not that of a schedule"},
            {2, 1.0, "is not that of a schedule"},
            {-1, rates, "has -1 applied steps"},
-           {2, std::vector<double>{kNan}, "the learning rates nan"}}) {
+           {2, std::vector<double>{kNan}, "has the base lrs [nan]"}}) {
     torch::serialize::OutputArchive archive;
     archive.write("applied_steps", steps);
     if (!lrs.isNone()) archive.write("base_lrs", lrs);
@@ -610,7 +610,7 @@ TEST(LrScheduleArchive, ThrowsForOtherGroupsOrArchives) {
       [&] {
         mezzos.set_base_lrs({1.0, 2.0});
       },
-      ThrowsMessage<c10::Error>(HasSubstr("there are 2 rates for 1 param groups")));
+      ThrowsMessage<c10::Error>(HasSubstr("expected 1 learning rates, one for each param group, but got 2")));
   EXPECT_EQ(schedule.applied_steps(), 1);
   EXPECT_THAT(schedule.lrs(), ElementsAre(0.75));
 }

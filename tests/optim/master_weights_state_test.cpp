@@ -45,7 +45,7 @@ TEST(MasterWeightsState, ThrowsForMasterParamInEmaGuard) {
   {
     const mezzo::EmaGuard averages(ema);
     EXPECT_THAT(message_of([&] { (void)mezzo::master_params(masters); }),
-                HasSubstr("holds an average, for an EmaGuard is alive"));
+                HasSubstr("holds an average while an EmaGuard is alive"));
     weight.mutable_grad() = torch::ones_like(weight);
     EXPECT_THAT(message_of([&] { masters.step(); }), HasSubstr("holds an average"));
   }

@@ -390,7 +390,7 @@ TEST(MasterWeights, ThrowsForUnsupportedOptimizer) {
   EXPECT_THAT(error_with(mezzo::optim::SGD({x}, 0.1)),
               HasSubstr("{.weight_storage = WeightStorage::fp32_master}"));
   EXPECT_THAT(error_with(torch::optim::SGD({x, part}, 0.1)), HasSubstr("share memory"));
-  EXPECT_THAT(error_with(torch::optim::SGD({x, x}, 0.1)), HasSubstr("is given twice"));
+  EXPECT_THAT(error_with(torch::optim::SGD({x, x}, 0.1)), HasSubstr("appears twice"));
 }
 
 TEST(MasterWeights, FollowsModelCast) {
@@ -690,7 +690,7 @@ TEST(MasterParams, ThrowForSplitMaster) {
   mezzo::optim::SGD split({x}, mezzo::optim::SGDOptions(1.0),
                           {.weight_storage = WeightStorage::split_master});
   EXPECT_THAT([&] { master_params(split); },
-              ThrowsMessage<c10::Error>(HasSubstr("keeps no master as a tensor; clip with "
+              ThrowsMessage<c10::Error>(HasSubstr("has no master tensor; clip with "
                                                   "scaler.step(optimizer, {.max_norm")));
   GradScaler scaler = make_silent_scaler();
   x.mutable_grad() = torch::full_like(x, kScale);
@@ -835,7 +835,7 @@ class MasterWeightsInvalidArchive : public testing::Test {
 };
 
 TEST_F(MasterWeightsInvalidArchive, ThrowsForInnerOptimizerArchive) {
-  EXPECT_THAT(error_of_loading(save_to_string(inner_)), HasSubstr("the archive holds no masters"));
+  EXPECT_THAT(error_of_loading(save_to_string(inner_)), HasSubstr("the archive has no masters"));
 }
 
 TEST_F(MasterWeightsInvalidArchive, ThrowsForOtherOptimizerClass) {

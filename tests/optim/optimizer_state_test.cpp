@@ -348,7 +348,7 @@ TEST(SgdState, ThrowsForLateDampening) {
   options.momentum(0.5).dampening(0.25);
   const Tensor before = weight.detach().clone();
   EXPECT_THAT(message_of([&] { optimizer.step(); }),
-              HasSubstr("momentum with dampening was switched on after parameter 0 of group 0"));
+              HasSubstr("momentum with dampening was enabled after parameter 0 of group 0"));
   EXPECT_THAT(weight, BitwiseEqual(before));
   options.dampening(0);
   EXPECT_EQ(message_of([&] { optimizer.step(); }), "no error");

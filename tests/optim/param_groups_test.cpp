@@ -96,7 +96,7 @@ TYPED_TEST(ParamGroups, ThrowForInvalidOptionAndAreNotAdded) {
   }
   if constexpr (std::same_as<typename TypeParam::Optimizer, mezzo::optim::AdamW8bit>) {
     bad.emplace_back(Options(0.5).amsgrad(true),
-                     "amsgrad is true, for which there is no format of 8 bits");
+                     "does not support amsgrad");
   }
   for (const auto& [options, words] : bad) {
     const std::string made =
@@ -178,7 +178,7 @@ TYPED_TEST(ParamGroups, ThrowForDuplicateOrOverlappingParams) {
   using Own = typename TypeParam::Optimizer;
   const typename TypeParam::Options options(0.5);
   const torch::Tensor x = this->parameter(), same_memory = x.detach().requires_grad_();
-  EXPECT_THAT(message_of([&] { Own({x, x}, options); }), HasSubstr("is given twice"));
+  EXPECT_THAT(message_of([&] { Own({x, x}, options); }), HasSubstr("appears twice"));
   EXPECT_THAT(message_of([&] {
                 Own({x, same_memory}, options);
               }),
@@ -190,7 +190,7 @@ TYPED_TEST(ParamGroups, ThrowForDuplicateOrOverlappingParams) {
                 optimizer.add_param_group(OptimizerParamGroup({x}));
                 optimizer.step();
               }),
-              HasSubstr("is given twice"));
+              HasSubstr("appears twice"));
   EXPECT_TRUE(x.equal(torch::ones({2, 2})));
 }
 
@@ -207,7 +207,7 @@ TYPED_TEST(ParamGroups, AddedThroughBaseClassAreCheckedAtStep) {
         OptimizerParamGroup(std::vector<torch::Tensor>{second}));
     for (const auto& each : {first, second}) each.mutable_grad() = torch::ones_like(each);
     EXPECT_THAT(message_of([&] { optimizer.step(); }),
-                HasSubstr(is_duplicate ? "is given twice" : "Muon only supports 2D parameters"));
+                HasSubstr(is_duplicate ? "appears twice" : "Muon only supports 2D parameters"));
     EXPECT_TRUE(torch::equal(first, torch::ones({2, 2})));
   }
 }

@@ -7,7 +7,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 MEZZO_COMPILED_GRADIENT_KERNELS()
-MEZZO_COMPILED_RULES()
+MEZZO_COMPILED_OPTIMIZERS()
 
 }  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
