@@ -1,4 +1,4 @@
-// What mezzo's rules do with memory, files and gradients of every kind, for AdamW.
+// AdamW: memory layouts, archives and gradients. The code is shared by all fused optimizers.
 
 #include <mezzo/optim/adamw.h>
 
@@ -25,7 +25,6 @@ using test_support::get_param_state;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
 
-// The bits do not depend on how the work was shared out.
 TEST(AdamW, BitwiseIdenticalAcrossThreadCounts) {
   std::vector<torch::Tensor> results;
   const int before = torch::get_num_threads();
@@ -47,7 +46,7 @@ TEST(AdamW, BitwiseIdenticalAcrossThreadCounts) {
 
 using Groups = std::vector<torch::optim::OptimizerParamGroup>;
 
-/// Two groups of the given sizes, each after `steps` steps at the rate `lr`.
+/// Two groups of the given sizes, after `steps` steps with `lr`.
 struct TwoGroups {
   TwoGroups(std::vector<std::size_t> sizes, double lr, int steps)
       : optimizer(groups(sizes), AdamWOptions(lr)) {
@@ -95,7 +94,7 @@ TEST(AdamW, FailedLoadLeavesOptimizerUnchanged) {
   EXPECT_EQ(state.step(), 2);
 }
 
-// Else a run that is taken back to its start would keep the moments of the steps it took.
+// Otherwise a run that is reset to its start would keep its moments.
 TEST(AdamW, LoadDropsStateMissingInArchive) {
   TwoGroups loaded({1, 1}, 0.1, 0);
   const std::string at_the_start = loaded.file();
@@ -107,10 +106,10 @@ TEST(AdamW, LoadDropsStateMissingInArchive) {
 
 TEST(AdamWMemory, ThrowsForNonDenseParamBeforeWriting) {
   const auto base = torch::ones({6, 8});
-  const auto with_gaps = base.slice(1, 0, 8, 2), ordinary = torch::ones({3});
-  with_gaps.mutable_grad() = torch::randn({6, 4});
+  const auto non_dense = base.slice(1, 0, 8, 2), ordinary = torch::ones({3});
+  non_dense.mutable_grad() = torch::randn({6, 4});
   ordinary.mutable_grad() = torch::ones({3});
-  AdamW optimizer({ordinary, with_gaps});
+  AdamW optimizer({ordinary, non_dense});
   EXPECT_THAT([&] { optimizer.step(); },
               ThrowsMessage<c10::Error>(HasSubstr("has non-contiguous or overlapping storage")));
   EXPECT_TRUE(torch::equal(base, torch::ones({6, 8})));
@@ -175,7 +174,8 @@ TEST(AdamWErrors, ThrowsForUnsupportedGradientBeforeWriting) {
   good.mutable_grad() = torch::ones({4});
   AdamW optimizer({good, bad}, AdamWOptions(0.1));
   bad.mutable_grad() = torch::ones({4}).to_sparse();
-  EXPECT_THAT([&] { optimizer.step(); }, ThrowsMessage<c10::Error>(HasSubstr("does not support sparse gradients")));
+  EXPECT_THAT([&] { optimizer.step(); },
+              ThrowsMessage<c10::Error>(HasSubstr("does not support sparse gradients")));
   const auto half = torch::ones({4}, torch::kHalf);
   half.mutable_grad() = torch::ones({4}, torch::kDouble);
   AdamW narrow({half});

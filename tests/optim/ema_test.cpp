@@ -1,4 +1,4 @@
-// Averages of weights beside any optimizer, and in the model for as long as it is evaluated.
+// Ema with any optimizer, and EmaGuard.
 #include <mezzo/autocast/autocast_guard.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/ema.h>
@@ -40,12 +40,12 @@ torch::Tensor weight(std::vector<double> values, at::ScalarType dtype = torch::k
   return torch::tensor(values, dtype).requires_grad_();
 }
 
-void write(torch::Tensor& parameter, double value) {
+void set_value(torch::Tensor& parameter, double value) {
   const torch::NoGradGuard no_grad;
   parameter.fill_(value);
 }
 
-std::function<std::vector<torch::Tensor>()> given(std::vector<torch::Tensor> masters) {
+std::function<std::vector<torch::Tensor>()> return_masters(std::vector<torch::Tensor> masters) {
   return [masters] { return masters; };
 }
 
@@ -53,7 +53,7 @@ TEST(Ema, StartsAtWeightsAndDecays) {
   torch::Tensor parameter = weight({8, 8});
   Ema ema({parameter}, {.decay = 0.75});
   EXPECT_EQ(ema.averages()[0][1].item<float>(), 8);
-  write(parameter, 4);
+  set_value(parameter, 4);
   ema.update();
   EXPECT_EQ(ema.averages()[0][1].item<float>(), 7);
   ema.update();
@@ -72,14 +72,14 @@ struct AveragedModel {
   bool is_first = true;
 };
 
-// What docs/migration.md says of AveragedModel.
+// docs/migration.md.
 TEST(Ema, MatchesTorchAveragedModel) {
   AveragedModel theirs, without_an_update_at_construction;
   torch::Tensor parameter = weight({8});
   Ema ours({parameter}, {.decay = 0.5});
   EXPECT_EQ(theirs.update_parameters(8), 8);
   for (const double value : {4.0, 1.0, 16.0}) {
-    write(parameter, value);
+    set_value(parameter, value);
     ours.update();
     EXPECT_EQ(ours.averages()[0].item<double>(), theirs.update_parameters(value));
     EXPECT_NE(ours.averages()[0].item<double>(),
@@ -91,7 +91,7 @@ TEST(Ema, MatchesTorchAveragedModel) {
 TEST(Ema, UpdatesAveragesOfFrozenParams) {
   torch::Tensor trained = weight({1}), frozen = weight({2}).requires_grad_(false);
   Ema ema({trained, frozen}, {.decay = 0.5});
-  write(frozen, 100);
+  set_value(frozen, 100);
   for (int i = 0; i < 30; ++i) ema.update();
   EXPECT_EQ(ema.averages()[1].item<float>(), 100);
   EXPECT_EQ(ema.averages()[0].item<float>(), 1);
@@ -100,7 +100,7 @@ TEST(Ema, UpdatesAveragesOfFrozenParams) {
 TEST(Ema, SkippedStepLeavesAveragesUnchanged) {
   torch::Tensor parameter = weight({8});
   Ema ema({parameter}, {.decay = 0.5});
-  write(parameter, 4);
+  set_value(parameter, 4);
   ema.update(StepResult({.applied = false}));
   EXPECT_EQ(ema.averages()[0].item<float>(), 8);
   ema.update(StepResult({.applied = true}));
@@ -110,9 +110,9 @@ TEST(Ema, SkippedStepLeavesAveragesUnchanged) {
 TEST(Ema, AveragesAreFloat32AndFollowMasters) {
   torch::Tensor parameter = weight({1, 1}, torch::kBFloat16), other = weight({1}, torch::kBFloat16);
   torch::Tensor master = torch::ones({2});
-  Ema ema({parameter, other}, {.decay = 0.5, .masters = given({master, torch::Tensor()})});
-  master.fill_(1.001);  // which bfloat16 cannot tell from 1
-  write(other, 3);
+  Ema ema({parameter, other}, {.decay = 0.5, .masters = return_masters({master, torch::Tensor()})});
+  master.fill_(1.001);  // rounds to 1 in bfloat16
+  set_value(other, 3);
   ema.update();
   EXPECT_EQ(ema.averages()[0].scalar_type(), torch::kFloat);
   EXPECT_NEAR(ema.averages()[0][0].item<float>(), 1.0005, 1e-6);
@@ -149,10 +149,10 @@ TEST(Ema, FailedUpdateChangesNoAverage) {
 
 TEST(Ema, TiedWeightsShareOneAverage) {
   torch::nn::Linear tied(2, 2);
-  const torch::nn::Sequential model(tied, tied);  // whose parameters are given twice
+  const torch::nn::Sequential model(tied, tied);  // parameters() has each twice
   Ema ema(model->parameters(), {.decay = 0.5});
   const torch::Tensor begin = tied->weight.detach().clone();
-  write(tied->weight, 4);
+  set_value(tied->weight, 4);
   ema.update();
   {
     const EmaGuard averaged(ema);
@@ -169,17 +169,18 @@ TEST(Ema, ThrowsForInvalidDecayParamsOrMasters) {
   EXPECT_THAT(message_of([&] { Ema({torch::ones({3}).to_sparse()}); }), HasSubstr("parameter 0"));
   EXPECT_THAT(message_of([&] { Ema({parameter, torch::Tensor()}); }), HasSubstr("parameter 1"));
   EXPECT_THAT(message_of([&] {
-                Ema({parameter}, {.masters = given({parameter, parameter})});
+                Ema({parameter}, {.masters = return_masters({parameter, parameter})});
               }),
               HasSubstr("options.masters returned 2 tensors for 1 parameters; it should"));
-  EXPECT_THAT(message_of([&] { Ema({parameter}, {.masters = given({torch::zeros({2})})}); }),
-              HasSubstr("has a master that is float32 [2]"));
+  EXPECT_THAT(
+      message_of([&] { Ema({parameter}, {.masters = return_masters({torch::zeros({2})})}); }),
+      HasSubstr("has a master that is float32 [2]"));
 }
 
 TEST(Ema, SavesAndLoadsAndThrowsForOtherModel) {
   torch::Tensor parameter = weight({8, 6});
   Ema ema({parameter}, {.decay = 0.5});
-  write(parameter, 2);
+  set_value(parameter, 2);
   ema.update();
   std::stringstream stream;
   torch::save(ema, stream);
@@ -188,14 +189,15 @@ TEST(Ema, SavesAndLoadsAndThrowsForOtherModel) {
   EXPECT_TRUE(torch::equal(loaded.averages()[0], torch::tensor({5.0F, 4.0F})));
   Ema other({weight({0, 0, 0})});
   stream.seekg(0);
-  EXPECT_THAT(message_of([&] { torch::load(other, stream); }),
-              HasSubstr("the average float32 [2] on cpu"));
+  EXPECT_THAT(
+      message_of([&] { torch::load(other, stream); }),
+      HasSubstr(": float32 [2] on cpu in the checkpoint, float32 [3] on cpu in the current model"));
   EXPECT_TRUE(torch::equal(other.averages()[0], torch::zeros({3})));
   Ema wide({torch::zeros({2}, torch::kDouble)}), two({weight({0, 0}), weight({0})});
-  for (const auto& [one, words] : {std::pair(&wide, "whose own is float64 [2]"),
-                                   std::pair(&two, "has 1 averages, and this Ema 2")}) {
+  for (const auto& [one, message] : {std::pair(&wide, "in the checkpoint, float64 [2]"),
+                                     std::pair(&two, "has 1 averages, and this Ema has 2")}) {
     stream.seekg(0);
-    EXPECT_THAT(message_of([&] { torch::load(*one, stream); }), HasSubstr(words));
+    EXPECT_THAT(message_of([&] { torch::load(*one, stream); }), HasSubstr(message));
   }
   for (const c10::IValue& value : {c10::IValue(), c10::IValue(torch::ones({2}))}) {
     torch::serialize::OutputArchive archive;
@@ -211,7 +213,7 @@ TEST(Ema, SavesAndLoadsAndThrowsForOtherModel) {
 TEST(EmaGuard, SwapsInAveragesAndRestoresStorage) {
   torch::Tensor parameter = weight({8, 8}, torch::kBFloat16);
   Ema ema({parameter}, {.decay = 0.5});
-  write(parameter, 4);
+  set_value(parameter, 4);
   ema.update();
   const void* const memory = parameter.const_data_ptr();
   {
@@ -219,7 +221,7 @@ TEST(EmaGuard, SwapsInAveragesAndRestoresStorage) {
     EXPECT_EQ(parameter[0].item<float>(), 6);
     EXPECT_EQ(parameter.scalar_type(), torch::kBFloat16);
     EXPECT_TRUE(parameter.requires_grad());
-    write(parameter, 100);  // gone at the end, and not in the average
+    set_value(parameter, 100);  // lost at the end of the scope
   }
   EXPECT_EQ(parameter.const_data_ptr(), memory);
   EXPECT_EQ(parameter[0].item<float>(), 4);
@@ -228,11 +230,11 @@ TEST(EmaGuard, SwapsInAveragesAndRestoresStorage) {
 
 TEST(EmaGuard, PreservesAverages) {
   torch::Tensor parameter = weight({8}), other = weight({1});
-  Ema ema({parameter}, {.decay = 0.5}), unconcerned({other});
+  Ema ema({parameter}, {.decay = 0.5}), other_ema({other});
   {
     const EmaGuard outer(ema);
     EXPECT_THAT(message_of([&] { ema.update(); }), HasSubstr("an EmaGuard is alive"));
-    unconcerned.update();
+    other_ema.update();
   }
   ema.update();
 }
@@ -246,11 +248,11 @@ TEST(EmaGuard, PreservesStrides) {
   EXPECT_EQ(parameter.strides().vec(), strides);
 }
 
-// Two that ended in the order in which they began would leave an average behind.
+// Two guards destroyed in the order of construction would leave an average in the parameter.
 TEST(EmaGuard, NestedGuardThrows) {
   torch::Tensor shared = weight({8}), own = weight({8});
   Ema first({shared}, {.decay = 0.5}), second({own, shared}, {.decay = 0.25});
-  for (torch::Tensor* const one : {&shared, &own}) write(*one, 4);
+  for (torch::Tensor* const one : {&shared, &own}) set_value(*one, 4);
   first.update();
   second.update();
   auto outer = std::make_unique<EmaGuard>(first);
@@ -278,7 +280,7 @@ mezzo::optim::AdamW make(const torch::Tensor& parameter, WeightStorage storage) 
                              mezzo::optim::AdamWOptions(1e-2), {.weight_storage = storage});
 }
 
-mezzo::EmaOptions options_for(mezzo::optim::AdamW& optimizer, WeightStorage storage) {
+mezzo::EmaOptions make_ema_options(mezzo::optim::AdamW& optimizer, WeightStorage storage) {
   mezzo::EmaOptions options{.decay = 0.9};
   if (storage == WeightStorage::fp32_master) {
     options.masters = [&optimizer] { return mezzo::master_params(optimizer); };
@@ -286,9 +288,9 @@ mezzo::EmaOptions options_for(mezzo::optim::AdamW& optimizer, WeightStorage stor
   return options;
 }
 
-/// What training has come to: the parameter, and what the optimizer keeps beside it.
-std::vector<torch::Tensor> outcome_of(mezzo::optim::AdamW& optimizer,
-                                      const torch::Tensor& parameter) {
+/// The parameter and its state.
+std::vector<torch::Tensor> get_tensors(mezzo::optim::AdamW& optimizer,
+                                       const torch::Tensor& parameter) {
   auto& state = get_param_state<mezzo::optim::AdamWParamState>(optimizer, parameter);
   std::vector<torch::Tensor> all{parameter, state.exp_avg(), state.exp_avg_sq()};
   for (const torch::Tensor& kept : {state.master(), state.low_bits()}) {
@@ -297,30 +299,31 @@ std::vector<torch::Tensor> outcome_of(mezzo::optim::AdamW& optimizer,
   return all;
 }
 
-/// Of two runs with the same gradients one evaluates averages now and then; in the end they have
-/// the same bits, in what the optimizer keeps beside the weights too.
-void expect_training_undisturbed(WeightStorage storage, at::ScalarType dtype) {
+/// Compares two runs with the same gradients, one of which evaluates averages, bitwise: parameters
+/// and states.
+void expect_training_unchanged(WeightStorage storage, at::ScalarType dtype) {
   torch::Tensor parameter = torch::linspace(-1, 1, 37).to(dtype).requires_grad_();
-  torch::Tensor watched = parameter.detach().clone().requires_grad_();
-  auto optimizer = make(parameter, storage), evaluated = make(watched, storage);
-  Ema ema({parameter}, options_for(optimizer, storage));
-  Ema ema_of_watched({watched}, options_for(evaluated, storage));
-  { const EmaGuard before_the_first_step(ema_of_watched); }
+  torch::Tensor evaluated_parameter = parameter.detach().clone().requires_grad_();
+  auto optimizer = make(parameter, storage), evaluated = make(evaluated_parameter, storage);
+  Ema ema({parameter}, make_ema_options(optimizer, storage));
+  Ema evaluated_ema({evaluated_parameter}, make_ema_options(evaluated, storage));
+  { const EmaGuard before_the_first_step(evaluated_ema); }
   for (int i = 0; i < 40; ++i) {
     step(optimizer, parameter);
     ema.update();
-    step(evaluated, watched);
-    ema_of_watched.update();
-    const EmaGuard averaged(ema_of_watched);
-    EXPECT_TRUE(torch::equal(watched.detach(), ema.averages()[0].to(dtype)));
+    step(evaluated, evaluated_parameter);
+    evaluated_ema.update();
+    const EmaGuard averaged(evaluated_ema);
+    EXPECT_TRUE(torch::equal(evaluated_parameter.detach(), ema.averages()[0].to(dtype)));
     if (i > 2) {
-      EXPECT_FALSE(torch::equal(watched, parameter)) << i;
+      EXPECT_FALSE(torch::equal(evaluated_parameter, parameter)) << i;
     }
   }
-  EXPECT_THAT(outcome_of(evaluated, watched), BitwiseEqual(outcome_of(optimizer, parameter)));
+  EXPECT_THAT(get_tensors(evaluated, evaluated_parameter),
+              BitwiseEqual(get_tensors(optimizer, parameter)));
 }
 
-// A master or a file that is made in the scope would be made from the average.
+// A master or archive made in the scope would have the average.
 TEST(EmaGuard, MasterParamAndSaveThrowInsideGuard) {
   torch::Tensor parameter = torch::ones({3}, torch::kBFloat16).requires_grad_();
   auto optimizer = make(parameter, WeightStorage::fp32_master);
@@ -337,17 +340,17 @@ TEST(EmaGuard, MasterParamAndSaveThrowInsideGuard) {
 }
 
 TEST(EmaGuard, TrainingContinuesBitwise) {
-  expect_training_undisturbed(WeightStorage::plain, torch::kFloat);
-  expect_training_undisturbed(WeightStorage::fp32_master, torch::kBFloat16);
-  expect_training_undisturbed(WeightStorage::fp32_master, torch::kHalf);
-  expect_training_undisturbed(WeightStorage::split_master, torch::kBFloat16);
-  expect_training_undisturbed(WeightStorage::stochastic_rounding, torch::kBFloat16);
+  expect_training_unchanged(WeightStorage::plain, torch::kFloat);
+  expect_training_unchanged(WeightStorage::fp32_master, torch::kBFloat16);
+  expect_training_unchanged(WeightStorage::fp32_master, torch::kHalf);
+  expect_training_unchanged(WeightStorage::split_master, torch::kBFloat16);
+  expect_training_unchanged(WeightStorage::stochastic_rounding, torch::kBFloat16);
 }
 
 TEST(EmaGuard, ThrowsForResizedParam) {
   torch::Tensor first = weight({1}), second = weight({1});
   Ema ema({first, second}, {.decay = 0.5});
-  write(first, 3);
+  set_value(first, 3);
   ema.update();
   second.set_data(torch::zeros({2}));
   EXPECT_THAT(message_of([&] { const EmaGuard averaged(ema); }),
@@ -365,7 +368,7 @@ TEST(EmaGuard, StepInsideGuardHasNoGradients) {
     Ema ema({parameter}, {.decay = 0.5});
     step(optimizer, parameter);
     ema.update();
-    const auto before = clone_all(outcome_of(optimizer, parameter));
+    const auto before = clone_all(get_tensors(optimizer, parameter));
     const torch::Tensor gradient = parameter.grad();
     {
       const EmaGuard averaged(ema);
@@ -374,7 +377,7 @@ TEST(EmaGuard, StepInsideGuardHasNoGradients) {
       parameter.sum().backward();
     }
     EXPECT_TRUE(parameter.grad().is_same(gradient));
-    EXPECT_THAT(outcome_of(optimizer, parameter), BitwiseEqual(before));
+    EXPECT_THAT(get_tensors(optimizer, parameter), BitwiseEqual(before));
   }
 }
 
@@ -399,7 +402,7 @@ TEST(EmaGuard, RestoresWeightsTrainedInsideGuard) {
   }
 }
 
-// master_params shows the gradients of parameters at their masters.
+// master_params sets the gradients of the masters.
 TEST(Ema, ReleasesGradientsOfMasters) {
   const torch::Tensor parameter = torch::ones({4}, torch::kBFloat16).requires_grad_();
   mezzo::optim::AdamW optimizer({parameter}, mezzo::optim::AdamWOptions(1e-2),
@@ -417,8 +420,9 @@ TEST(Ema, AveragesAppendedBuffers) {
   torch::nn::BatchNorm1d norm(3);
   std::vector<torch::Tensor> averaged = norm->parameters();
   averaged.push_back(norm->running_mean);
-  Ema ema(averaged, {.decay = 0.5, .masters = given({torch::full({3}, 7), torch::Tensor()})});
-  write(norm->bias, 6);
+  Ema ema(averaged,
+          {.decay = 0.5, .masters = return_masters({torch::full({3}, 7), torch::Tensor()})});
+  set_value(norm->bias, 6);
   norm->running_mean.fill_(4);
   ema.update();
   EXPECT_EQ(ema.averages()[0][0].item<float>(), 7);
@@ -427,12 +431,12 @@ TEST(Ema, AveragesAppendedBuffers) {
   EXPECT_EQ(norm->running_mean[0].item<float>(), 2);
 }
 
-// --- A step that a device decides; CPU tensors stand in for it.
+// --- Steps that a device decides, emulated with CPU tensors.
 
-/// A step that a device decides, of which the host is never told.
-class UnheardStep final : public mezzo::StepFuture {
+/// A step that a device decides and that is never ready.
+class NeverReadyStep final : public mezzo::StepFuture {
  public:
-  explicit UnheardStep(float found_inf) : found_inf_(torch::full({1}, found_inf)) {}
+  explicit NeverReadyStep(float found_inf) : found_inf_(torch::full({1}, found_inf)) {}
   bool ready() const noexcept override { return false; }
   const mezzo::StepResult::Values& values() override {
     ADD_FAILURE() << "the host waited for the device";
@@ -445,12 +449,12 @@ class UnheardStep final : public mezzo::StepFuture {
   mezzo::StepResult::Values outcome_;
 };
 
-StepResult step_with(float found_inf) {
-  return StepResult(std::make_shared<UnheardStep>(found_inf));
+StepResult make_device_result(float found_inf) {
+  return StepResult(std::make_shared<NeverReadyStep>(found_inf));
 }
 
-/// Parameters of every kind that an update treats differently.
-std::vector<torch::Tensor> every_kind() {
+/// One parameter for each code path of an update.
+std::vector<torch::Tensor> make_parameters() {
   const torch::Tensor square = torch::rand({4, 4});
   return {torch::rand({1000}),
           torch::rand({7}),
@@ -471,11 +475,11 @@ TEST(StepResult, HostResultHasNoDeviceFoundInf) {
 
 TEST(EmaDeviceResult, MatchesHostResultWithoutSync) {
   torch::manual_seed(3);
-  const std::vector<torch::Tensor> parameters = every_kind();
+  const std::vector<torch::Tensor> parameters = make_parameters();
   Ema on_device(parameters, {.decay = 0.9}), on_host(parameters, {.decay = 0.9});
   for (int i = 0; i < 10; ++i) {
     for (const torch::Tensor& parameter : parameters) parameter.copy_(torch::rand_like(parameter));
-    on_device.update(step_with(0));
+    on_device.update(make_device_result(0));
     on_host.update(StepResult({.applied = true}));
   }
   for (std::size_t i = 0; i < parameters.size(); ++i) {
@@ -485,11 +489,11 @@ TEST(EmaDeviceResult, MatchesHostResultWithoutSync) {
 }
 
 TEST(EmaDeviceResult, WritesOnlyAverages) {
-  const std::vector<torch::Tensor> parameters = every_kind();
+  const std::vector<torch::Tensor> parameters = make_parameters();
   const std::vector<torch::Tensor> before = clone_all(parameters);
   Ema ema(parameters, {.decay = 0.5});
   for (const torch::Tensor& average : ema.averages()) torch::Tensor(average).zero_();
-  ema.update(step_with(0));
+  ema.update(make_device_result(0));
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     EXPECT_THAT(parameters[i], BitwiseEqual(before[i])) << i;
     EXPECT_TRUE(torch::allclose(ema.averages()[i], before[i].to(ema.averages()[i].dtype()) / 2))
@@ -498,16 +502,16 @@ TEST(EmaDeviceResult, WritesOnlyAverages) {
 }
 
 TEST(EmaDeviceResult, SkippedStepLeavesAveragesUnchanged) {
-  const std::vector<torch::Tensor> parameters = every_kind();
+  const std::vector<torch::Tensor> parameters = make_parameters();
   Ema ema(parameters, {.decay = 0.5});
   for (const torch::Tensor& average : ema.averages()) {
     if (average.numel() > 1) torch::Tensor(average).flatten()[0] = -0.0;
   }
   const std::vector<torch::Tensor> before = clone_all(ema.averages());
-  for (const float found_inf : {1.0F, 3.0F, kInfinity}) {  // a count, where several looked
+  for (const float found_inf : {1.0F, 3.0F, kInfinity}) {  // a sum over several checks
     for (const float broken : {5.0F, kInfinity, kNan}) {
       for (const torch::Tensor& parameter : parameters) parameter.fill_(broken);
-      ema.update(step_with(found_inf));
+      ema.update(make_device_result(found_inf));
     }
   }
   for (std::size_t i = 0; i < before.size(); ++i) {
@@ -518,7 +522,7 @@ TEST(EmaDeviceResult, SkippedStepLeavesAveragesUnchanged) {
 TEST(EmaDeviceResult, BumpsVersionCounters) {
   Ema ema({torch::ones({2})});
   const auto version = ema.averages()[0]._version();
-  ema.update(step_with(0));
+  ema.update(make_device_result(0));
   EXPECT_GT(ema.averages()[0]._version(), version);
 }
 
@@ -534,7 +538,7 @@ TEST(EmaInferenceMode, UpdatesInsideAndOutside) {
   }
   EXPECT_FALSE(ema->averages()[0].is_inference());
   ema->update();
-  ema->update(step_with(0));
+  ema->update(make_device_result(0));
   EXPECT_TRUE(torch::equal(ema->averages()[0], torch::full({4}, 2.75)));
   EXPECT_TRUE(torch::equal(ema->averages()[1], torch::ones({4})));
 }

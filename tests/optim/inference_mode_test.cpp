@@ -1,4 +1,4 @@
-// Steps under c10::InferenceMode, and of gradients that were made under it.
+// Steps under c10::InferenceMode, and with inference gradients.
 
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/master_weights.h>
@@ -26,17 +26,17 @@ using test_support::BitwiseEqual;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
 
-struct AdamWThere {
+struct AdamWCase {
   using Optimizer = mezzo::optim::AdamW;
   static mezzo::optim::AdamWOptions options() { return {0.1}; }
 };
-struct SgdThere {
+struct SgdCase {
   using Optimizer = mezzo::optim::SGD;
   static mezzo::optim::SGDOptions options() { return mezzo::optim::SGDOptions(0.1).momentum(0.9); }
 };
 constexpr int64_t kNumel = 70;
 
-torch::Tensor slope_like(const torch::Tensor& parameter) {
+torch::Tensor make_gradient(const torch::Tensor& parameter) {
   return torch::linspace(-1, 1, parameter.numel()).to(parameter.scalar_type());
 }
 
@@ -45,14 +45,14 @@ class StepInferenceMode : public testing::Test {
  protected:
   using Optimizer = typename Case::Optimizer;
 
-  /// Four steps, those of `modes` under InferenceMode; the weights after each.
+  /// Returns the weights after each of four steps; `modes` selects InferenceMode for each.
   static std::vector<torch::Tensor> train(const std::vector<bool>& modes, WeightStorage storage) {
     const auto dtype = storage == WeightStorage::plain ? torch::kFloat : torch::kBFloat16;
     const auto parameter = torch::linspace(1, 2, kNumel).to(dtype).requires_grad_();
     Optimizer optimizer({parameter}, Case::options(), {.weight_storage = storage});
     std::vector<torch::Tensor> weights;
     for (const bool mode : modes) {
-      parameter.mutable_grad() = slope_like(parameter);
+      parameter.mutable_grad() = make_gradient(parameter);
       {
         const c10::InferenceMode inference(mode);
         optimizer.step();
@@ -63,8 +63,8 @@ class StepInferenceMode : public testing::Test {
   }
 };
 
-using AllThere = testing::Types<AdamWThere, SgdThere>;
-TYPED_TEST_SUITE(StepInferenceMode, AllThere);
+using Cases = testing::Types<AdamWCase, SgdCase>;
+TYPED_TEST_SUITE(StepInferenceMode, Cases);
 
 TYPED_TEST(StepInferenceMode, StepsInsideAndOutside) {
   for (const WeightStorage storage :
@@ -79,7 +79,7 @@ TYPED_TEST(StepInferenceMode, StepsInsideAndOutside) {
 TYPED_TEST(StepInferenceMode, ResumesFromArchiveLoadedInside) {
   const auto parameter = torch::ones({kNumel}).requires_grad_();
   typename TypeParam::Optimizer optimizer({parameter}, TypeParam::options());
-  parameter.mutable_grad() = slope_like(parameter);
+  parameter.mutable_grad() = make_gradient(parameter);
   optimizer.step();
   const std::string file = test_support::save_to_string(optimizer);
   {
@@ -110,7 +110,7 @@ TYPED_TEST(StepInferenceMode, AcceptsInferenceGradients) {
 TYPED_TEST(StepInferenceMode, ThrowsForInferenceParams) {
   std::optional<c10::InferenceMode> inference(std::in_place);
   const auto parameter = torch::ones({kNumel});
-  parameter.mutable_grad() = slope_like(parameter);
+  parameter.mutable_grad() = make_gradient(parameter);
   typename TypeParam::Optimizer optimizer({parameter}, TypeParam::options());
   for (const bool mode : {true, false}) {
     if (!mode) inference.reset();
@@ -123,10 +123,11 @@ TYPED_TEST(StepInferenceMode, ThrowsForInferenceParams) {
 TEST(MasterWeightsInferenceMode, ResumesFromArchiveLoadedInside) {
   const auto train = [](bool mode) {
     const auto parameter = torch::linspace(1, 2, kNumel).to(torch::kBFloat16).requires_grad_();
-    torch::optim::SGD inner({parameter}, 0.1);  // whose state libtorch could not write to later
+    torch::optim::SGD inner({parameter},
+                            0.1);  // with inference state torch could not write it later
     mezzo::MasterWeights masters(inner);
     const auto step = [&] {
-      parameter.mutable_grad() = slope_like(parameter);
+      parameter.mutable_grad() = make_gradient(parameter);
       masters.step();
     };
     step();

@@ -1,4 +1,4 @@
-// mezzo::optim::LAMB against the paper's algorithm in libtorch's ops, as Apex's FusedLAMB has it.
+// LAMB compared with Apex's FusedLAMB in torch ops.
 
 #include <mezzo/optim/lamb.h>
 
@@ -16,22 +16,22 @@ namespace {
 using mezzo::optim::LAMB;
 using mezzo::optim::LAMBOptions;
 
-/// One parameter's LAMB in ops.
-class LambInOps {
+/// Reference LAMB of one parameter.
+class ReferenceLamb {
  public:
-  LambInOps(const torch::Tensor& parameter, const LAMBOptions& options)
+  ReferenceLamb(const torch::Tensor& parameter, const LAMBOptions& options)
       : options_(options),
         parameter_(parameter.detach().clone()),
-        mean_(torch::zeros_like(parameter_)),
-        square_(torch::zeros_like(parameter_)) {}
+        exp_avg_(torch::zeros_like(parameter_)),
+        exp_avg_sq_(torch::zeros_like(parameter_)) {}
 
   void step(const torch::Tensor& gradient) {
     const auto [beta1, beta2] = options_.betas();
     ++count_;
-    mean_ = beta1 * mean_ + (1 - beta1) * gradient;
-    square_ = beta2 * square_ + (1 - beta2) * gradient * gradient;
-    auto mean = mean_;
-    auto square = square_;
+    exp_avg_ = beta1 * exp_avg_ + (1 - beta1) * gradient;
+    exp_avg_sq_ = beta2 * exp_avg_sq_ + (1 - beta2) * gradient * gradient;
+    auto mean = exp_avg_;
+    auto square = exp_avg_sq_;
     if (options_.bias_correction()) {
       mean = mean / (1 - std::pow(beta1, count_));
       square = square / (1 - std::pow(beta2, count_));
@@ -52,13 +52,13 @@ class LambInOps {
  private:
   LAMBOptions options_;
   torch::Tensor parameter_;
-  torch::Tensor mean_;
-  torch::Tensor square_;
+  torch::Tensor exp_avg_;
+  torch::Tensor exp_avg_sq_;
   int count_ = 0;
 };
 
-/// Sizes within a piece and of two, and layouts of every kind.
-std::vector<torch::Tensor> parameters(torch::ScalarType dtype) {
+/// Sizes of one and two chunks, and several layouts.
+std::vector<torch::Tensor> make_parameters(torch::ScalarType dtype) {
   torch::manual_seed(3);
   const auto random = [&](at::IntArrayRef shape) { return torch::randn(shape, dtype); };
   return {random({33, 17}),
@@ -72,8 +72,8 @@ std::vector<torch::Tensor> parameters(torch::ScalarType dtype) {
 
 void expect_plain_steps(torch::ScalarType dtype, const LAMBOptions& options, int steps,
                         double tolerance) {
-  const auto ours = parameters(dtype);
-  std::vector<LambInOps> plain;
+  const auto ours = make_parameters(dtype);
+  std::vector<ReferenceLamb> plain;
   for (const auto& parameter : ours) plain.emplace_back(parameter, options);
   LAMB optimizer(ours, options);
   for (int step = 0; step < steps; ++step) {
@@ -89,7 +89,7 @@ void expect_plain_steps(torch::ScalarType dtype, const LAMBOptions& options, int
   }
 }
 
-// The tolerances are about ten units in the last place of a value near 1.
+// Tolerances of about ten ULPs at 1.
 TEST(LAMB, MatchesReferenceInFloat32AndFloat64) {
   const auto options = LAMBOptions(1e-2).weight_decay(0.1);
   expect_plain_steps(torch::kFloat, options, /*steps=*/100, 1e-6);

@@ -59,8 +59,8 @@ std::vector<double> factors(const Curve& curve, int64_t count) {
 
 MATCHER(IsClose, "") { return std::abs(std::get<0>(arg) - std::get<1>(arg)) <= 1e-15; }
 
-// The expected numbers are those of transformers 5.23 with torch 2.11: the rate of SGD(lr=1) before
-// each step under the function that is named.
+// Expected values are from transformers 5.23 with torch 2.11: the lr of SGD(lr=1) before each step
+// with the named function.
 
 TEST(LrCurves, MatchHuggingFace) {
   // get_linear_schedule_with_warmup(optimizer, 4, 10)
@@ -131,18 +131,18 @@ TEST(LrCurves, ThrowForMemberOutOfRange) {
 
 torch::Tensor weight(double value = 0) { return torch::full({1}, value).requires_grad_(); }
 
-double lr_of(const torch::optim::Optimizer& optimizer, std::size_t group = 0) {
+double get_group_lr(const torch::optim::Optimizer& optimizer, std::size_t group = 0) {
   return optimizer.param_groups()[group].options().get_lr();
 }
 
-StepResult known(bool ran) { return StepResult({.applied = ran}); }
+StepResult make_result(bool ran) { return StepResult({.applied = ran}); }
 
-torch::optim::OptimizerParamGroup group_with(double lr) {
+torch::optim::OptimizerParamGroup make_group(double lr) {
   return {{weight()}, std::make_unique<torch::optim::SGDOptions>(lr)};
 }
 
-/// A training loop whose gradients are 1, or inf where `finite` says so; the weight before each
-/// step, and after the last.
+/// Trains with gradient 1, or inf for false in `finite`. Returns the weight before each step and
+/// after the last.
 template <class Optimizer, class Schedule>
 std::vector<double> train(torch::Tensor parameter, Optimizer& optimizer, Schedule& schedule,
                           mezzo::GradScaler& scaler, const std::vector<bool>& finite) {
@@ -159,7 +159,7 @@ std::vector<double> train(torch::Tensor parameter, Optimizer& optimizer, Schedul
   return weights;
 }
 
-mezzo::GradScaler scaler_of_four() {
+mezzo::GradScaler make_scaler() {
   mezzo::GradScaler scaler(mezzo::GradScalerOptions::dynamic({.init_scale = 4}));
   scaler.on_skip(nullptr);
   return scaler;
@@ -167,11 +167,11 @@ mezzo::GradScaler scaler_of_four() {
 
 TEST(LrSchedule, WarnsWhenCountingSkippedStep) {
   const c10::WarningUtils::WarnAlways warn_each_time;
-  const auto warned = [](auto&& optimizer, const std::vector<double>& slopes) {
+  const auto has_warned = [](auto&& optimizer, const std::vector<double>& slopes) {
     const test_support::WarningRecorder warnings;
     const torch::Tensor parameter = optimizer.param_groups()[0].params()[0];
     LinearSchedule schedule(optimizer, {.total_steps = 4});
-    mezzo::GradScaler scaler = scaler_of_four();
+    mezzo::GradScaler scaler = make_scaler();
     for (const double slope : slopes) {
       optimizer.zero_grad();
       scaler.scale(parameter.mul(slope).sum()).backward();
@@ -182,23 +182,24 @@ TEST(LrSchedule, WarnsWhenCountingSkippedStep) {
     return warnings.texts;
   };
   const double inf = std::numeric_limits<double>::infinity();
-  EXPECT_THAT(warned(torch::optim::SGD({weight()}, 1.0), {inf}),
+  EXPECT_THAT(has_warned(torch::optim::SGD({weight()}, 1.0), {inf}),
               ElementsAre(HasSubstr("schedule.step(result)")));
-  EXPECT_THAT(warned(torch::optim::SGD({weight()}, 1.0), {inf, 1, 1}).size(), 1U) << "of the first";
-  EXPECT_THAT(warned(torch::optim::SGD({weight()}, 1.0), {1}), ElementsAre());
-  EXPECT_THAT(warned(mezzo::optim::SGD({weight()}, 1.0), {inf}), ElementsAre());
+  EXPECT_THAT(has_warned(torch::optim::SGD({weight()}, 1.0), {inf, 1, 1}).size(), 1U)
+      << "of the first";
+  EXPECT_THAT(has_warned(torch::optim::SGD({weight()}, 1.0), {1}), ElementsAre());
+  EXPECT_THAT(has_warned(mezzo::optim::SGD({weight()}, 1.0), {inf}), ElementsAre());
 }
 
 TEST(LrSchedule, KeepsBaseLrsAndAdoptsLaterGroups) {
   std::vector<torch::optim::OptimizerParamGroup> groups;
-  groups.push_back(group_with(1.0));
-  groups.push_back(group_with(0.25));
+  groups.push_back(make_group(1.0));
+  groups.push_back(make_group(0.25));
   torch::optim::SGD optimizer(std::move(groups), torch::optim::SGDOptions(9.0));
   LinearSchedule schedule(optimizer, {.total_steps = 4});
   schedule.step();
   EXPECT_THAT(schedule.lrs(), ElementsAre(0.75, 0.1875));
-  optimizer.add_param_group(group_with(8.0));
-  schedule.step(known(/*ran=*/false));
+  optimizer.add_param_group(make_group(8.0));
+  schedule.step(make_result(/*ran=*/false));
   EXPECT_THAT(schedule.lrs(), ElementsAre(0.75, 0.1875, 6.0));
   schedule.step();
   EXPECT_THAT(schedule.lrs(), ElementsAre(0.5, 0.125, 4.0));
@@ -227,27 +228,27 @@ TEST(LrSchedule, InvalidCurveLeavesOptimizerUnchanged) {
   torch::optim::SGD optimizer({weight()}, 2.0);
   EXPECT_THAT([&] { LinearSchedule schedule(optimizer, {.warmup_steps = 3, .total_steps = 2}); },
               ThrowsMessage<c10::Error>(HasSubstr("warmup_steps is 3")));
-  EXPECT_EQ(lr_of(optimizer), 2.0);
+  EXPECT_EQ(get_group_lr(optimizer), 2.0);
 }
 
-// --- The lr option shows the rate
+// --- The lr option
 
-/// The option before each of six steps, the third of which overflows.
-template <class Optimizer, class Stepper>
-std::vector<double> shown_lrs(Optimizer& optimizer, Stepper& stepper) {
-  LinearSchedule schedule(stepper, {.warmup_steps = 2, .total_steps = 4});
-  mezzo::GradScaler scaler = scaler_of_four();
+/// Returns the lr option before each of six steps; the third overflows.
+template <class Optimizer, class Wrapper>
+std::vector<double> get_lr_options(Optimizer& optimizer, Wrapper& wrapper) {
+  LinearSchedule schedule(wrapper, {.warmup_steps = 2, .total_steps = 4});
+  mezzo::GradScaler scaler = make_scaler();
   const torch::Tensor parameter = optimizer.param_groups()[0].params()[0];
   std::vector<double> lrs;
   for (const bool is_finite : {true, true, false, true, true, true}) {
-    lrs.push_back(lr_of(optimizer));
+    lrs.push_back(get_group_lr(optimizer));
     const double slope = is_finite ? 1 : std::numeric_limits<double>::infinity();
     optimizer.zero_grad();
     scaler.scale(parameter.mul(slope).sum()).backward();
-    const auto result = scaler.step(stepper);
+    const auto result = scaler.step(wrapper);
     scaler.update();
     schedule.step(result);
-    EXPECT_THAT(schedule.lrs(), ElementsAre(lr_of(optimizer)));
+    EXPECT_THAT(schedule.lrs(), ElementsAre(get_group_lr(optimizer)));
   }
   return lrs;
 }
@@ -255,32 +256,32 @@ std::vector<double> shown_lrs(Optimizer& optimizer, Stepper& stepper) {
 TEST(LrOption, HoldsLrOfNextStep) {
   const auto rates = ElementsAre(0, 0.25, 0.5, 0.5, 0.25, 0);
   torch::optim::SGD libtorchs({weight()}, 0.5);
-  EXPECT_THAT(shown_lrs(libtorchs, libtorchs), rates);
+  EXPECT_THAT(get_lr_options(libtorchs, libtorchs), rates);
   mezzo::optim::SGD mezzos({weight()}, 0.5);
-  EXPECT_THAT(shown_lrs(mezzos, mezzos), rates);
+  EXPECT_THAT(get_lr_options(mezzos, mezzos), rates);
   torch::optim::SGD inner({weight()}, 0.5);
   mezzo::MasterWeights masters(inner);
-  EXPECT_THAT(shown_lrs(inner, masters), rates);
+  EXPECT_THAT(get_lr_options(inner, masters), rates);
 }
 
-/// Of a step that a device decides: known once somebody says so.
-class LaterOutcome final : public mezzo::StepFuture {
+/// A step that a device decides, ready when `is_known` is set.
+class ManualStepFuture final : public mezzo::StepFuture {
  public:
   bool ready() const noexcept override { return is_known; }
   const mezzo::StepResult::Values& values() override {
     EXPECT_TRUE(is_known) << "the schedule waited for a device";
-    return outcome_;
+    return values_;
   }
   bool is_known = false;
 
  private:
-  mezzo::StepResult::Values outcome_{.applied = true};
+  mezzo::StepResult::Values values_{.applied = true};
 };
 
-/// Counts in a tensor, as for parameters on a GPU.
-struct CountsInATensor : mezzo::optim::SGD {
+/// Counts steps in a tensor, as for GPU parameters.
+struct DeviceCountSgd : mezzo::optim::SGD {
   using SGD::SGD;
-  void take_step() {
+  void count_step() {
     step();
     applied_steps_.step_count().move_to(torch::full({}, static_cast<float>(applied_steps())));
   }
@@ -288,22 +289,22 @@ struct CountsInATensor : mezzo::optim::SGD {
 
 TEST(LrOption, FollowsCompletedDeviceSteps) {
   const torch::Tensor parameter = weight();
-  CountsInATensor optimizer({parameter}, 1.0);
+  DeviceCountSgd optimizer({parameter}, 1.0);
   LinearSchedule schedule(optimizer, {.total_steps = 8});
-  std::vector<std::shared_ptr<LaterOutcome>> outcomes;
+  std::vector<std::shared_ptr<ManualStepFuture>> futures;
   for (int step = 0; step < 3; ++step) {
     parameter.mutable_grad() = torch::ones({1});
-    optimizer.take_step();
-    outcomes.push_back(std::make_shared<LaterOutcome>());
-    schedule.step(StepResult(outcomes.back()));
+    optimizer.count_step();
+    futures.push_back(std::make_shared<ManualStepFuture>());
+    schedule.step(StepResult(futures.back()));
   }
   ASSERT_FALSE(optimizer.has_host_step_count());
-  EXPECT_EQ(lr_of(optimizer), 1.0);
+  EXPECT_EQ(get_group_lr(optimizer), 1.0);
   EXPECT_THAT(schedule.lrs(), ElementsAre(0.625)) << "after three steps, asked of the device";
-  outcomes[0]->is_known = true;
-  outcomes[2]->is_known = true;
-  schedule.step(known(/*ran=*/false));
-  EXPECT_EQ(lr_of(optimizer), 0.75);
+  futures[0]->is_known = true;
+  futures[2]->is_known = true;
+  schedule.step(make_result(/*ran=*/false));
+  EXPECT_EQ(get_group_lr(optimizer), 0.75);
   EXPECT_EQ(parameter.item<double>(), -1 - 0.875 - 0.75) << "the base is multiplied, once";
 }
 
@@ -313,7 +314,7 @@ TEST(LrOption, ManualLrLastsOneStep) {
     LinearSchedule schedule(optimizer, {.total_steps = 4});
     std::vector<double> weights;
     for (int step = 0; step < 4; ++step) {
-      if (step == 2) optimizer.param_groups()[0].options().set_lr(lr_of(optimizer) / 2);
+      if (step == 2) optimizer.param_groups()[0].options().set_lr(get_group_lr(optimizer) / 2);
       parameter.mutable_grad() = torch::ones({1});
       optimizer.step();
       schedule.step();
@@ -331,7 +332,7 @@ TEST(LrOption, ManualLrDuringWarmupLastsOneStep) {
   const torch::Tensor parameter = weight();
   mezzo::optim::SGD optimizer({parameter}, 8.0);
   LinearSchedule schedule(optimizer, {.warmup_steps = 2, .total_steps = 4});
-  EXPECT_EQ(lr_of(optimizer), 0.0);
+  EXPECT_EQ(get_group_lr(optimizer), 0.0);
   optimizer.param_groups()[0].options().set_lr(2.0);
   EXPECT_THAT(schedule.lrs(), ElementsAre(2.0));
   parameter.mutable_grad() = torch::ones({1});
@@ -366,9 +367,9 @@ TEST(LrOption, IsBaseLrAfterScheduleEnds) {
   LinearSchedule schedule(optimizer, {.total_steps = 4});
   optimizer.step();
   schedule.step();
-  EXPECT_EQ(lr_of(optimizer), 6.0);
+  EXPECT_EQ(get_group_lr(optimizer), 6.0);
   optimizer.set_lr_factors({});
-  EXPECT_EQ(lr_of(optimizer), 8.0);
+  EXPECT_EQ(get_group_lr(optimizer), 8.0);
   optimizer.param_groups()[0].options().set_lr(1.0);
   LinearSchedule next(optimizer, {.total_steps = 4});
   EXPECT_THAT(next.base_lrs(), ElementsAre(1.0));
@@ -387,14 +388,14 @@ TEST(LrSchedule, FollowsAddedAndRemovedGroups) {
   const torch::Tensor late = weight();
   mezzo::optim::SGD optimizer({first}, 1.0);
   LinearSchedule schedule(optimizer, {.total_steps = 4});
-  mezzo::GradScaler scaler = scaler_of_four();
+  mezzo::GradScaler scaler = make_scaler();
   train(first, optimizer, schedule, scaler, {true});
   optimizer.add_param_group({{late}, std::make_unique<mezzo::optim::SGDOptions>(8.0)});
   train(late, optimizer, schedule, scaler, {true});
   EXPECT_EQ(late.item<double>(), -6.0);
   optimizer.param_groups().pop_back();
   train(first, optimizer, schedule, scaler, {true});
-  EXPECT_EQ(lr_of(optimizer), 0.25);
+  EXPECT_EQ(get_group_lr(optimizer), 0.25);
 }
 
 struct Halving {
@@ -409,7 +410,7 @@ TEST(LrSchedule, AcceptsCustomCurve) {
   mezzo::LrSchedule schedule(host, Halving());
   schedule.step();
   schedule.step();
-  EXPECT_EQ(lr_of(host), 0.25);
+  EXPECT_EQ(get_group_lr(host), 0.25);
   mezzo::optim::SGD fused({weight()}, 1.0);
   const mezzo::LrSchedule table(fused, Halving());
   EXPECT_THAT(fused.lr_factors(), ElementsAre(1, 0.5, 0.25, 0.125));
@@ -419,7 +420,7 @@ TEST(LrSchedule, SetAppliedStepsMovesLrs) {
   torch::optim::SGD optimizer({weight()}, 1.0);
   LinearSchedule schedule(optimizer, {.total_steps = 4});
   schedule.set_applied_steps(3);
-  EXPECT_EQ(lr_of(optimizer), 0.25);
+  EXPECT_EQ(get_group_lr(optimizer), 0.25);
   EXPECT_THAT([&] { schedule.set_applied_steps(-1); },
               ThrowsMessage<c10::Error>(HasSubstr("applied_steps is -1")));
   mezzo::optim::SGD fused({weight()}, 1.0);
@@ -430,12 +431,12 @@ TEST(LrSchedule, SetAppliedStepsMovesLrs) {
 }
 
 TEST(LrSchedule, CountsStepsWithoutGradients) {
-  const auto steps_of_five = [](auto& stepper, auto& optimizer, const torch::Tensor& parameter) {
-    LinearSchedule schedule(stepper, {.total_steps = 10});
+  const auto count_five_steps = [](auto& wrapper, auto& optimizer, const torch::Tensor& parameter) {
+    LinearSchedule schedule(wrapper, {.total_steps = 10});
     for (const bool has_gradient : {false, true, true, false, true}) {
       optimizer.zero_grad();
       parameter.mutable_grad() = has_gradient ? torch::ones_like(parameter) : torch::Tensor();
-      stepper.step();
+      wrapper.step();
       schedule.step();
     }
     EXPECT_THAT(schedule.lrs(), ElementsAre(0.5));
@@ -445,23 +446,23 @@ TEST(LrSchedule, CountsStepsWithoutGradients) {
   const auto parameter = [] { return torch::zeros({1}, torch::kDouble).requires_grad_(); };
   const torch::Tensor first = parameter();
   torch::optim::SGD libtorchs({first}, 1.0);
-  EXPECT_EQ(steps_of_five(libtorchs, libtorchs, first), 5);
+  EXPECT_EQ(count_five_steps(libtorchs, libtorchs, first), 5);
   const torch::Tensor second = parameter();
   mezzo::optim::SGD mezzos({second}, 1.0);
-  EXPECT_EQ(steps_of_five(mezzos, mezzos, second), 5);
+  EXPECT_EQ(count_five_steps(mezzos, mezzos, second), 5);
   const torch::Tensor third = parameter();
   torch::optim::SGD inner({third}, 1.0);
   mezzo::MasterWeights masters(inner);
-  EXPECT_EQ(steps_of_five(masters, inner, third), 5);
+  EXPECT_EQ(count_five_steps(masters, inner, third), 5);
 }
 
-/// Trains for some steps, saves, and goes on with what the files gave; the weights of the rest.
+/// Trains, saves, loads and resumes. Returns the weights of the resumed steps.
 template <class Before, class After>
 std::vector<double> resume(bool load_before_attaching) {
   torch::Tensor parameter = weight();
   Before optimizer({parameter}, 1.0);
   LinearSchedule schedule(optimizer, {.total_steps = 8});
-  mezzo::GradScaler scaler = scaler_of_four();
+  mezzo::GradScaler scaler = make_scaler();
   train(parameter, optimizer, schedule, scaler, {true, false, true});
   const auto files = std::pair(save_to_string(optimizer), save_to_string(schedule));
 
@@ -488,7 +489,7 @@ TEST(LrScheduleArchive, ResumesInEitherConstructionOrder) {
 TEST(LrScheduleArchive, MovesFromTorchToMezzoOptimizer) {
   const auto move = [](auto before, auto after) {
     LinearSchedule schedule(before, {.total_steps = 8});
-    mezzo::GradScaler scaler = scaler_of_four();
+    mezzo::GradScaler scaler = make_scaler();
     train(before.param_groups()[0].params()[0], before, schedule, scaler, {true, false, true});
     load_from_string(after, save_to_string(before));
     LinearSchedule again(after, {.total_steps = 8});
@@ -503,24 +504,26 @@ TEST(LrScheduleArchive, MovesFromTorchToMezzoOptimizer) {
 }
 
 TEST(LrScheduleArchive, OptimizerArchiveHoldsBaseLrs) {
-  const auto go_on = [](auto& optimizer, auto& stepper, auto& resumed, auto& resumed_stepper) {
-    LinearSchedule schedule(stepper, {.total_steps = 4});
-    stepper.step();
+  const auto resume_both = [](auto& optimizer, auto& wrapper, auto& resumed,
+                              auto& resumed_stepper) {
+    LinearSchedule schedule(wrapper, {.total_steps = 4});
+    wrapper.step();
     schedule.step();
-    load_from_string(resumed_stepper, save_to_string(stepper));
-    EXPECT_EQ(lr_of(resumed), lr_of(optimizer)) << "the rate in use, for who goes on without";
+    load_from_string(resumed_stepper, save_to_string(wrapper));
+    EXPECT_EQ(get_group_lr(resumed), get_group_lr(optimizer))
+        << "the rate in use, for who goes on without";
     LinearSchedule again(resumed_stepper, {.total_steps = 4});
     EXPECT_THAT(again.base_lrs(), ElementsAre(8.0));
-    EXPECT_EQ(lr_of(resumed), 6.0);
+    EXPECT_EQ(get_group_lr(resumed), 6.0);
   };
   mezzo::optim::SGD first({weight()}, 8.0);
   mezzo::optim::SGD second({weight()}, 1.0);
-  go_on(first, first, second, second);
+  resume_both(first, first, second, second);
   torch::optim::SGD inner({weight()}, 8.0);
   torch::optim::SGD other({weight()}, 1.0);
   mezzo::MasterWeights masters(inner);
   mezzo::MasterWeights other_masters(other);
-  go_on(inner, masters, other, other_masters);
+  resume_both(inner, masters, other, other_masters);
 }
 
 TEST(LrScheduleArchive, ManualLrSurvivesNewSchedule) {
@@ -536,9 +539,9 @@ TEST(LrScheduleArchive, ManualLrSurvivesNewSchedule) {
   EXPECT_THAT(next.lrs(), ElementsAre(0.5));
 }
 
-/// Of a run of 50 steps with torch::optim::SGD, whose file holds no count of steps.
-struct HalfARun {
-  HalfARun() {
+/// The archive of 50 steps of torch::optim::SGD, which has no step count.
+struct HalfRun {
+  HalfRun() {
     torch::optim::SGD optimizer({parameter}, torch::optim::SGDOptions(2.0).momentum(0.9));
     LinearSchedule schedule(optimizer, {.total_steps = 100});
     for (int step = 0; step < 50; ++step) {
@@ -554,15 +557,16 @@ struct HalfARun {
 };
 
 TEST(LrScheduleArchive, RestoresCountMissingInTorchSgd) {
-  const HalfARun run;
+  const HalfRun run;
   for (const bool steps_between : {false, true}) {
     test_support::WarningRecorder warnings;
     mezzo::optim::SGD optimizer({run.parameter}, 7.0);
     LinearSchedule schedule(optimizer, {.total_steps = 100});
     load_from_string(optimizer, run.optimizer_file);
-    EXPECT_THAT(warnings.texts, ElementsAre(HasSubstr(
-                                    "SGD: the archive of torch::optim::SGD has no step count; load the "
-                                    "schedule's archive, or call set_applied_steps(n)")));
+    EXPECT_THAT(
+        warnings.texts,
+        ElementsAre(HasSubstr("SGD: the archive of torch::optim::SGD has no step count; load the "
+                              "schedule's archive, or call set_applied_steps(n)")));
     EXPECT_EQ(optimizer.applied_steps(), 0);
     if (steps_between) optimizer.step();
     load_from_string(schedule, run.schedule_file);
@@ -579,7 +583,7 @@ TEST(LrScheduleArchive, ThrowsForOtherGroupsOrArchives) {
   const std::string file = save_to_string(schedule);
 
   torch::optim::SGD other({weight()}, 4.0);
-  other.add_param_group(group_with(2.0));
+  other.add_param_group(make_group(2.0));
   LinearSchedule wider(other, {.total_steps = 4});
   EXPECT_THAT([&] { load_from_string(wider, file); },
               ThrowsMessage<c10::Error>(HasSubstr("parameter groups, 1, than this optimizer, 2")));
@@ -590,7 +594,7 @@ TEST(LrScheduleArchive, ThrowsForOtherGroupsOrArchives) {
   EXPECT_THAT([&] { load_from_string(schedule, tensor); },
               ThrowsMessage<c10::Error>(HasSubstr("This archive is not that of a schedule")));
   const std::vector<double> rates{1.0};
-  for (const auto& [steps, lrs, words] :
+  for (const auto& [steps, lrs, message] :
        std::vector<std::tuple<c10::IValue, c10::IValue, std::string>>{
            {2, c10::IValue(), "is not that of a schedule"},
            {2.0, rates, "is not that of a schedule"},
@@ -603,25 +607,26 @@ TEST(LrScheduleArchive, ThrowsForOtherGroupsOrArchives) {
     std::ostringstream bytes;
     archive.save_to(bytes);
     EXPECT_THAT([&] { load_from_string(schedule, bytes.str()); },
-                ThrowsMessage<c10::Error>(HasSubstr(words)));
+                ThrowsMessage<c10::Error>(HasSubstr(message)));
   }
   mezzo::optim::SGD mezzos({weight()}, 1.0);
   EXPECT_THAT(
       [&] {
         mezzos.set_base_lrs({1.0, 2.0});
       },
-      ThrowsMessage<c10::Error>(HasSubstr("expected 1 learning rates, one for each param group, but got 2")));
+      ThrowsMessage<c10::Error>(
+          HasSubstr("expected 1 learning rates, one for each param group, but got 2")));
   EXPECT_EQ(schedule.applied_steps(), 1);
   EXPECT_THAT(schedule.lrs(), ElementsAre(0.75));
 }
 
-// --- A schedule as a table, indexed by the steps that were applied.
+// --- lr factors.
 
 GradStats make_grad_stats(bool found_inf) {
   return {torch::ones({}), torch::full({}, found_inf ? 1.0F : 0.0F)};
 }
 
-/// Steps of SGD with gradient 1: how far each one went.
+/// Returns the update of each step of SGD with gradient 1.
 TEST(LrFactors, ApplyForEachWeightStorage) {
   for (const test_support::WeightStorageCase& storage_case : test_support::weight_storage_cases()) {
     const torch::Tensor parameter = torch::zeros({2}, storage_case.dtype).requires_grad_();
@@ -631,7 +636,7 @@ TEST(LrFactors, ApplyForEachWeightStorage) {
     SCOPED_TRACE(storage_case.name);
     optimizer->set_lr_factors({1.0, 0.5, 0.25, 0.125});
     double expected = 0;
-    for (const double factor : {1.0, 0.5, 0.25, 0.125, 0.125}) {  // and nobody shows the rates
+    for (const double factor : {1.0, 0.5, 0.25, 0.125, 0.125}) {  // without set_optimizer_lrs
       parameter.mutable_grad() = torch::ones_like(parameter.detach());
       (void)owned.ref().step();
       expected -= factor;

@@ -1,4 +1,4 @@
-// Which masters and inner states a MasterWeights keeps, and what it makes them of.
+// Masters and inner state of a MasterWeights.
 
 #include <mezzo/autocast/autocast_guard.h>
 #include <mezzo/optim/adamw8bit.h>
@@ -100,8 +100,8 @@ TEST(MasterWeightsState, CoalescesSparseGradientsBeforeClipping) {
     const auto weight = bfloat16_weight(1, {3, 1});
     torch::optim::Adagrad inner({weight}, torch::optim::AdagradOptions(1.0));
     MasterWeights masters(inner);
-    // The sum is 0, and that of rounded products with a coefficient need not be, which Adagrad
-    // turns into a whole rate.
+    // The sum is 0. The sum of rounded products with a coefficient may not be, and Adagrad would
+    // amplify it to a full lr.
     const auto indices = torch::tensor({0, 0, 0, 1}, torch::kLong).view({1, 4});
     const auto values = torch::tensor({1.0, 10.0, -11.0, 5.0}).to(torch::kBFloat16).view({4, 1});
     weight.mutable_grad() = torch::sparse_coo_tensor(indices, values, {3, 1});
@@ -114,7 +114,7 @@ TEST(MasterWeightsState, CoalescesSparseGradientsBeforeClipping) {
 }
 
 template <class Optimizer>
-void expect_fresh_casts(Optimizer& optimizer, const torch::Tensor& weight) {
+void expect_new_casts(Optimizer& optimizer, const torch::Tensor& weight) {
   const auto x = torch::ones({1, 4});
   const mezzo::AutocastGuard<torch::kCPU> region;
   const auto before = torch::linear(x, weight);
@@ -132,9 +132,9 @@ TEST(OptimizerRefStep, ClearsAutocastCache) {
   mezzo::optim::LAMB lamb({a}, 0.5);
   mezzo::optim::Muon muon({b}, 0.5);
   mezzo::optim::AdamW8bit bits8({c}, torch::optim::AdamWOptions(0.5));
-  expect_fresh_casts(lamb, a);
-  expect_fresh_casts(muon, b);
-  expect_fresh_casts(bits8, c);
+  expect_new_casts(lamb, a);
+  expect_new_casts(muon, b);
+  expect_new_casts(bits8, c);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// The three calls that a step is made of, without a GradScaler: plan, read and apply.
+// plan, grad_stats and apply; GradScaler::step with options; ATen's kernels; float32 accumulation.
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/lion.h>
 #include <mezzo/optim/optimizer_ref.h>
@@ -39,20 +39,20 @@ using test_support::make_silent_scaler;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
 
-torch::Tensor with_gradient(std::vector<float> gradient, at::ScalarType dtype = torch::kFloat) {
+torch::Tensor make_parameter(std::vector<float> gradient, at::ScalarType dtype = torch::kFloat) {
   const auto size = static_cast<int64_t>(gradient.size());
   const auto parameter = torch::ones({size}, dtype).requires_grad_();
   parameter.mutable_grad() = torch::tensor(gradient).to(dtype);
   return parameter;
 }
 
-const torch::Tensor& inverse() {
-  static const torch::Tensor number = torch::full({}, 0.25F);
-  return number;
+const torch::Tensor& make_inv_scale() {
+  static const torch::Tensor make_scalar = torch::full({}, 0.25F);
+  return make_scalar;
 }
 
 TEST(StepPlan, HasParamForEachGradient) {
-  const auto x = with_gradient({12, 0}), y = with_gradient({-16}), unused = torch::ones({3});
+  const auto x = make_parameter({12, 0}), y = make_parameter({-16}), unused = torch::ones({3});
   SGD optimizer({x, unused, y}, SGDOptions(1.0));
   const auto plan = optimizer.plan();
   ASSERT_EQ(plan.params.size(), 2U);
@@ -63,25 +63,25 @@ TEST(StepPlan, HasParamForEachGradient) {
 }
 
 TEST(StepPlan, GradStatsReadGradientsOnce) {
-  const auto x = with_gradient({12, 0}), y = with_gradient({-16});
+  const auto x = make_parameter({12, 0}), y = make_parameter({-16});
   SGD optimizer({x, y}, SGDOptions(1.0));
-  const auto stats = optimizer.grad_stats(optimizer.plan(), inverse());
+  const auto stats = optimizer.grad_stats(optimizer.plan(), make_inv_scale());
   EXPECT_EQ(stats.inv_scale.item<float>(), 0.25F);
   EXPECT_EQ(stats.found_inf.item<float>(), 0.0F);
   EXPECT_EQ(stats.norm_sq.item<double>(), 25.0);
   EXPECT_EQ(stats.max_abs.item<double>(), 4.0);
   x.mutable_grad()[1] = std::numeric_limits<float>::infinity();
-  EXPECT_EQ(optimizer.grad_stats(optimizer.plan(), inverse()).found_inf.item<float>(), 1.0F);
+  EXPECT_EQ(optimizer.grad_stats(optimizer.plan(), make_inv_scale()).found_inf.item<float>(), 1.0F);
 }
 
 TEST(StepPlan, ApplyMatchesGradScalerStep) {
-  const auto ours = with_gradient({3, -7, 11}), theirs = with_gradient({3, -7, 11});
+  const auto ours = make_parameter({3, -7, 11}), theirs = make_parameter({3, -7, 11});
   AdamW left({ours}, AdamWOptions(0.1)), right({theirs}, AdamWOptions(0.1));
   mezzo::GradScaler scaler({.init_scale = 4});
   (void)scaler.scale(torch::zeros({}));
   for (int i = 0; i < 3; ++i) {
     auto plan = left.plan();
-    const auto stats = left.grad_stats(plan, inverse());
+    const auto stats = left.grad_stats(plan, make_inv_scale());
     left.apply(std::move(plan), stats, {.max_norm = 1.0});
     scaler.step(right, {.max_norm = 1.0});
     scaler.update();
@@ -91,7 +91,7 @@ TEST(StepPlan, ApplyMatchesGradScalerStep) {
 }
 
 TEST(StepPlan, ThrowingPlanWritesNothing) {
-  const auto x = with_gradient({4}), y = with_gradient({8});
+  const auto x = make_parameter({4}), y = make_parameter({8});
   AdamW optimizer({x, y}, AdamWOptions(1.0));
   y.mutable_grad() = torch::ones({2});
   EXPECT_THROW((void)optimizer.plan(), c10::Error);
@@ -101,7 +101,7 @@ TEST(StepPlan, ThrowingPlanWritesNothing) {
 }
 
 TEST(StepPlan, ReportsFloat16WithoutMaster) {
-  const auto half = with_gradient({1}, torch::kHalf);
+  const auto half = make_parameter({1}, torch::kHalf);
   EXPECT_TRUE(SGD({half}, SGDOptions(1.0)).plan().has_fp16_without_master);
   SGD with_master({half}, SGDOptions(1.0), {.weight_storage = WeightStorage::fp32_master});
   EXPECT_FALSE(with_master.plan().has_fp16_without_master);
@@ -110,8 +110,8 @@ TEST(StepPlan, ReportsFloat16WithoutMaster) {
 TEST(StepPlan, AcceptsFloat32GradientsOf16BitWeights) {
   for (const auto storage : {WeightStorage::plain, WeightStorage::fp32_master,
                              WeightStorage::split_master, WeightStorage::stochastic_rounding}) {
-    const auto wide = with_gradient({1.5, -2}, torch::kBFloat16);
-    const auto narrow = with_gradient({1.5, -2}, torch::kBFloat16);
+    const auto wide = make_parameter({1.5, -2}, torch::kBFloat16);
+    const auto narrow = make_parameter({1.5, -2}, torch::kBFloat16);
     wide.mutable_grad() = wide.grad().to(torch::kFloat);
     AdamW left({wide}, AdamWOptions(0.1), {.weight_storage = storage});
     AdamW right({narrow}, AdamWOptions(0.1), {.weight_storage = storage});
@@ -202,7 +202,7 @@ TEST_F(FusedStep, SkippedFirstStepCreatesZeroState) {
   EXPECT_TRUE(optimizer_.state().empty());
 }
 
-// A thread that cleared one before another thread read it would lose half of the step.
+// A thread must not zero the gradient before another thread has read it.
 TEST_F(FusedStep, ZeroesSharedGradientAfterAllReads) {
   const std::vector<torch::Tensor> all{torch::ones({40000}).requires_grad_(),
                                        torch::ones({40000}).requires_grad_()};
@@ -252,15 +252,15 @@ TEST_F(FusedStep, DisabledScalerClipsWithoutGradients) {
   EXPECT_TRUE(torch::equal(x_, torch::zeros({2})));
 }
 
-/// A gradient of double that is scaled by 4, for an optimizer whose step subtracts gradients.
-torch::Tensor double_parameter() {
+/// A float64 gradient scaled by 4, with an optimizer that subtracts gradients.
+torch::Tensor make_float64_parameter() {
   const auto x = torch::zeros({3}, torch::kDouble).requires_grad_();
   x.mutable_grad() = torch::tensor({3.0, 4.0, 12.0}, torch::kDouble) * 4;
   return x;
 }
 
 TEST(StepOptions, ClipsFloat64InFloat64) {
-  const auto ours = double_parameter(), theirs = double_parameter();
+  const auto ours = make_float64_parameter(), theirs = make_float64_parameter();
   mezzo::optim::SGD fused({ours}, mezzo::optim::SGDOptions(1.0));
   torch::optim::SGD plain({theirs}, torch::optim::SGDOptions(1.0));
   GradScaler scaler = make_silent_scaler({.init_scale = 4});
@@ -271,10 +271,9 @@ TEST(StepOptions, ClipsFloat64InFloat64) {
   EXPECT_NEAR(theirs[2].item<double>(), -12.0 * coefficient, 1e-15);
 }
 
-// --- ATen's fused optimizers, for devices without mezzo's kernels, walked on the CPU: they give
-// what mezzo's kernels give.
+// --- ATen's fused optimizers (for devices without mezzo kernels), on the CPU.
 
-std::vector<torch::Tensor> parameters() {
+std::vector<torch::Tensor> make_parameters() {
   torch::manual_seed(1);
   return {torch::randn({17, 9}), torch::randn({6, 4}).t(), torch::ones({6, 4}),
           torch::randn({5}, torch::kDouble), torch::randn({3})};
@@ -285,15 +284,15 @@ GradStats make_grad_stats(bool found_inf, double norm) {
           torch::full({}, norm * norm, torch::kDouble)};
 }
 
-/// Twelve steps of both ways, every third of which is skipped.
+/// Runs twelve steps both ways; every third is skipped.
 template <class Optimizer, class Options>
 void expect_same_steps(const Options& options, at::ScalarType dtype = torch::kFloat) {
   const auto cast = [dtype](std::vector<torch::Tensor> all) {
     for (torch::Tensor& one : all) one = one.detach().to(dtype);
     return all;
   };
-  const auto ours = cast(parameters());
-  const auto aten = cast(parameters());
+  const auto ours = cast(make_parameters());
+  const auto aten = cast(make_parameters());
   const mezzo::optim::WeightStorageOptions masters{.weight_storage = WeightStorage::fp32_master};
   Optimizer left(ours, options, masters);
   AtenOptimizer<Optimizer> right(aten, options, masters);
@@ -323,7 +322,7 @@ void expect_same_steps(const Options& options, at::ScalarType dtype = torch::kFl
     EXPECT_TRUE(torch::allclose(master, of_aten, 1e-5, 1e-5)) << k;
     EXPECT_TRUE(aten[k].equal(of_aten.to(dtype))) << k;
   }
-  std::stringstream archive;  // the counts come home
+  std::stringstream archive;  // moves the counts to the host
   torch::save(right, archive);
   torch::load(left, archive);
   for (const auto& parameter : aten) {
@@ -365,7 +364,7 @@ TEST(AtenStep, MatchesMezzoKernelsForMasters) {
 }
 
 TEST(AtenStep, ThrowsForUnsupportedWeightStorage) {
-  const auto expect_refused = [](auto optimizer, const torch::Tensor& x) {
+  const auto expect_throws = [](auto optimizer, const torch::Tensor& x) {
     EXPECT_THAT([&] { optimizer.apply(optimizer.plan()); },
                 ThrowsMessage<c10::Error>(
                     HasSubstr("split_master and stochastic_rounding need mezzo's k")));
@@ -374,11 +373,11 @@ TEST(AtenStep, ThrowsForUnsupportedWeightStorage) {
   };
   for (const auto storage : {WeightStorage::split_master, WeightStorage::stochastic_rounding}) {
     const mezzo::optim::WeightStorageOptions weights{.weight_storage = storage};
-    const auto x = with_gradient({1, 2}, torch::kBFloat16);
-    expect_refused(AtenOptimizer<AdamW>({x}, AdamWOptions(0.5), weights), x);
-    expect_refused(AtenOptimizer<mezzo::optim::Adam>({x}, mezzo::optim::AdamOptions(0.5), weights),
-                   x);
-    expect_refused(AtenOptimizer<SGD>({x}, SGDOptions(0.5), weights), x);
+    const auto x = make_parameter({1, 2}, torch::kBFloat16);
+    expect_throws(AtenOptimizer<AdamW>({x}, AdamWOptions(0.5), weights), x);
+    expect_throws(AtenOptimizer<mezzo::optim::Adam>({x}, mezzo::optim::AdamOptions(0.5), weights),
+                  x);
+    expect_throws(AtenOptimizer<SGD>({x}, SGDOptions(0.5), weights), x);
   }
 }
 
@@ -389,8 +388,8 @@ TEST(AtenStep, UnscalesSharedGradientOncePerParam) {
   x.mutable_grad() = gradient;
   y.mutable_grad() = gradient;
   AtenOptimizer<SGD> optimizer({x, y}, mezzo::optim::SGDOptions(0.5).momentum(0.9));
-  const auto number = [](double value) { return torch::full({}, value, torch::kFloat); };
-  optimizer.apply(optimizer.plan(), {number(0.125), number(0)});
+  const auto make_scalar = [](double value) { return torch::full({}, value, torch::kFloat); };
+  optimizer.apply(optimizer.plan(), {make_scalar(0.125), make_scalar(0)});
   EXPECT_TRUE(torch::equal(x, torch::full({3}, 0.5F)));
   EXPECT_TRUE(torch::equal(y, x));
 }
@@ -445,8 +444,8 @@ TEST(AtenStep, ThrowingGroupIsNotCounted) {
   EXPECT_EQ(steps_of(sgd, y), 0);
 }
 
-/// Or a backward pass would go on with weights that are no longer those of its forward pass.
-// A check that unscale_ made and one that the step made add up, and devices' do.
+/// Otherwise backward would use other weights than forward.
+// found_inf is summed over checks (unscale_ and step) and devices.
 TEST(AtenStep, SkipsForFoundInfAboveOne) {
   const auto parameter = torch::ones({5});
   AtenOptimizer<AdamW> optimizer({parameter}, mezzo::optim::AdamWOptions(1e-2));
@@ -469,7 +468,7 @@ TEST(AtenStep, BumpsVersionCounters) {
   expect_bump(sgd);
 }
 
-// --- Gradients of 16-bit weights that add up in float.
+// --- accumulate_in_float.
 
 TEST(AccumulateInFloat, AccumulatesGradientsOf16BitWeights) {
   for (const bool in_float : {false, true}) {
@@ -508,13 +507,13 @@ TEST(AccumulateInFloat, PreservesFloat64Gradients) {
   EXPECT_EQ(weight.grad()[0].item<double>(), 1e300);
 }
 
-/// Relative distance of `gradient` from `exact`.
-double distance(const torch::Tensor& gradient, const torch::Tensor& exact) {
+/// Relative relative_error of `gradient` from `exact`.
+double relative_error(const torch::Tensor& gradient, const torch::Tensor& exact) {
   return ((gradient.to(torch::kDouble) - exact).norm() / exact.norm()).item<double>();
 }
 
-// What a product with float output (cuBLAS has one) would save: the backward pass computes in 16
-// bits all the same.
+// The gain of a product with float32 output (as in cuBLAS) is small, since backward computes in 16
+// bits.
 TEST(AccumulateInFloat, RoundingErrorStaysSmall) {
   constexpr int64_t kWidth = 128, kBatch = 16, kMicroBatches = 64;
   torch::manual_seed(1);
@@ -544,9 +543,9 @@ TEST(AccumulateInFloat, RoundingErrorStaysSmall) {
     float_products += torch::mm(first.grad().to(torch::kFloat).t(), x.to(torch::kFloat));
     loss(x, {in_16_bits, weights[1].detach(), weights[2].detach()}, first).backward();
   }
-  const double by_16_bits = distance(in_16_bits.grad(), exact.front().grad());
-  const double by_float = distance(weights.front().grad(), exact.front().grad());
-  const double by_products = distance(float_products, exact.front().grad());
+  const double by_16_bits = relative_error(in_16_bits.grad(), exact.front().grad());
+  const double by_float = relative_error(weights.front().grad(), exact.front().grad());
+  const double by_products = relative_error(float_products, exact.front().grad());
   EXPECT_LT(by_float, 0.5 * by_16_bits);
   EXPECT_LT(by_float, 1.15 * by_products);
 }

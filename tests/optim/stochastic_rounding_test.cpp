@@ -1,5 +1,4 @@
-// Stochastic rounding: right in the mean, the same on every machine, and what it is for: a model
-// of bfloat16 that goes on learning.
+// Stochastic rounding: exact in the mean, deterministic, and trains a bfloat16 model.
 
 #include <mezzo/kernels/adam_functor.h>
 #include <mezzo/kernels/optimizer_step_cpu.h>
@@ -54,7 +53,7 @@ TEST(StochasticRounding, RoundsWithProbabilityOfDistance) {
   }
 }
 
-/// The random bits of an element's parameter and moments, as the kernel draws them.
+/// The random bits of an element's parameter and moments, as in the kernel.
 std::array<uint32_t, 4> noise_of(uint64_t number, RandomKey key) {
   uint32_t bits = static_cast<uint32_t>(number) ^ key;
   mezzo::detail::hash_bits(bits);
@@ -96,11 +95,11 @@ TEST(RandomBits, DifferBySeedStepParamAndBlock) {
   }
 }
 
-/// Adam's plain arithmetic and rounding with the random bits of each element, one at a time.
+/// Reference: scalar Adam with stochastic rounding.
 template <bool kAmsgrad>
-StepBuffers expected_after(const StepBuffers& before,
-                           const mezzo::detail::AdamCoefficients& coefficients,
-                           const mezzo::detail::StepArgs& use, int64_t first) {
+StepBuffers compute_expected(const StepBuffers& before,
+                             const mezzo::detail::AdamCoefficients& coefficients,
+                             const mezzo::detail::StepArgs& use, int64_t first) {
   StepBuffers after = before.clone();
   const auto float_of = [](const torch::Tensor& tensor, int64_t i) {
     return static_cast<float>(tensor.const_data_ptr<c10::BFloat16>()[i]);
@@ -127,7 +126,7 @@ StepBuffers expected_after(const StepBuffers& before,
   return after;
 }
 
-constexpr int64_t kPiece = mezzo::detail::kMinChunkElements;
+constexpr int64_t kChunk = mezzo::detail::kMinChunkElements;
 
 class StochasticRoundingKernel : public testing::TestWithParam<CpuIsa> {
  protected:
@@ -136,7 +135,7 @@ class StochasticRoundingKernel : public testing::TestWithParam<CpuIsa> {
   }
 
   template <bool kAmsgrad>
-  void expect_plain_results(int64_t first) {
+  void expect_reference_results(int64_t first) {
     constexpr DtypePair kDtypes{torch::kBFloat16, torch::kBFloat16};
     const auto loop = mezzo::detail::get_step_kernel<AdamFunctor<kAmsgrad>>(
         mezzo::optim::WeightStorage::stochastic_rounding, torch::kBFloat16, GetParam());
@@ -145,10 +144,10 @@ class StochasticRoundingKernel : public testing::TestWithParam<CpuIsa> {
     const mezzo::detail::StepArgs use{
         .multipliers = {.first = 0.25}, .seed = 11, .step = 7, .param_index = 3};
     for (const int64_t count : {int64_t{0}, int64_t{1}, int64_t{15}, int64_t{16}, int64_t{17},
-                                int64_t{1000}, kPiece + 100}) {
+                                int64_t{1000}, kChunk + 100}) {
       torch::manual_seed(count);
       auto buffers = StepBuffers::random(kDtypes, count);
-      const auto expected = expected_after<kAmsgrad>(buffers, coefficients, use, first);
+      const auto expected = compute_expected<kAmsgrad>(buffers, coefficients, use, first);
       mezzo::detail::ParamArgs row{.pointers = buffers.span(),
                                    .param_index = 3,
                                    .storage = mezzo::optim::WeightStorage::stochastic_rounding,
@@ -164,9 +163,9 @@ class StochasticRoundingKernel : public testing::TestWithParam<CpuIsa> {
 };
 
 TEST_P(StochasticRoundingKernel, MatchesReferenceBitwise) {
-  for (const int64_t first : {int64_t{0}, (int64_t{1} << 32) - kPiece, int64_t{3} << 32}) {
-    expect_plain_results<false>(first);
-    expect_plain_results<true>(first);
+  for (const int64_t first : {int64_t{0}, (int64_t{1} << 32) - kChunk, int64_t{3} << 32}) {
+    expect_reference_results<false>(first);
+    expect_reference_results<true>(first);
   }
 }
 
@@ -175,19 +174,19 @@ INSTANTIATE_TEST_SUITE_P(AllInstructionSets, StochasticRoundingKernel,
                                          CpuIsa::avx512),
                          [](const auto& test) { return name_of(test.param); });
 
-class Threads {
+class ThreadCountGuard {
  public:
-  explicit Threads(int number) { torch::set_num_threads(number); }
-  Threads(const Threads&) = delete;
-  Threads& operator=(const Threads&) = delete;
-  ~Threads() { torch::set_num_threads(before_); }
+  explicit ThreadCountGuard(int number) { torch::set_num_threads(number); }
+  ThreadCountGuard(const ThreadCountGuard&) = delete;
+  ThreadCountGuard& operator=(const ThreadCountGuard&) = delete;
+  ~ThreadCountGuard() { torch::set_num_threads(before_); }
 
  private:
   int before_ = torch::get_num_threads();
 };
 
-torch::Tensor trained(int number_of_threads, uint64_t seed) {
-  const Threads threads(number_of_threads);
+torch::Tensor train(int num_threads, uint64_t seed) {
+  const ThreadCountGuard threads(num_threads);
   torch::manual_seed(1);
   const auto parameter = torch::randn({100000}).to(torch::kBFloat16).requires_grad_();
   AdamW optimizer({parameter}, AdamWOptions(1e-4),
@@ -200,11 +199,11 @@ torch::Tensor trained(int number_of_threads, uint64_t seed) {
 }
 
 TEST(StochasticRounding, DeterministicForSeedAcrossThreadCounts) {
-  EXPECT_TRUE(torch::equal(trained(1, 7), trained(2, 7)));
-  EXPECT_FALSE(torch::equal(trained(1, 7), trained(1, 8)));
+  EXPECT_TRUE(torch::equal(train(1, 7), train(2, 7)));
+  EXPECT_FALSE(torch::equal(train(1, 7), train(1, 8)));
 }
 
-/// Of 1.5, whose neighbour is 2^-7 below, steps by an eighth of that.
+/// Steps of an eighth of the distance 2^-7 from 1.5 to its lower neighbour.
 TEST(StochasticRounding, DrawsNewBitsEachStepWithoutMoments) {
   const auto parameter = torch::full({10000}, 1.5F).to(torch::kBFloat16).requires_grad_();
   mezzo::optim::SGD optimizer({parameter}, mezzo::optim::SGDOptions(0x1p-10),
@@ -216,7 +215,7 @@ TEST(StochasticRounding, DrawsNewBitsEachStepWithoutMoments) {
   EXPECT_NEAR(moved.std().item<double>(), std::sqrt(32 * 0.125 * 0.875), 0.1);
 }
 
-/// A step of SGD with momentum that is the first to have a buffer moves a weight as one without.
+/// The first step of SGD with momentum equals a step without.
 TEST(StochasticRounding, DrawsNewBitsWhenMomentumIsEnabled) {
   const auto start = torch::full({10000}, 1.5F).to(torch::kBFloat16);
   const auto parameter = start.clone().requires_grad_();
@@ -236,9 +235,9 @@ TEST(StochasticRounding, DrawsNewBitsWhenMomentumIsEnabled) {
   EXPECT_NEAR(differ, 0.5, 0.05) << "half of the weights go down in each step, independently";
 }
 
-/// The loss of a least-squares problem after 1,000 steps of AdamW, trained in `dtype`.
+/// Returns the loss of a least-squares problem after 1,000 steps of AdamW in `dtype`.
 double loss_after_training(torch::ScalarType dtype, WeightStorage storage) {
-  const Threads one(1);  // small operations: threads that wait for each other take longer
+  const ThreadCountGuard one(1);  // small ops are slower with threads
   torch::manual_seed(2);
   const auto inputs = torch::randn({256, 64});
   const auto targets = inputs.mm(torch::randn({64, 16}));

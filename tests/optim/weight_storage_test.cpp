@@ -1,4 +1,4 @@
-// Weights of 16 bits: what each way of keeping them gives, beside float and beside what was asked.
+// WeightStorage of 16-bit parameters, compared with float32; external writes.
 #include <mezzo/kernels/weight_formats.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/lamb.h>
@@ -49,7 +49,7 @@ using testing::ThrowsMessage;
 using torch::Tensor;
 
 /// Values of every exponent, infinities, subnormals, and the ties of bfloat16.
-std::vector<float> interesting_floats() {
+std::vector<float> make_float_values() {
   std::vector<float> values{0.0F,
                             -0.0F,
                             std::numeric_limits<float>::max(),
@@ -72,7 +72,7 @@ std::vector<float> interesting_floats() {
 }
 
 TEST(SplitWeightFormat, RoundTripsEveryFloat32) {
-  for (const float value : interesting_floats()) {
+  for (const float value : make_float_values()) {
     uint32_t upper = 0;
     uint32_t lower = 0;
     mezzo::detail::split_low_bits(value, upper, lower);
@@ -85,7 +85,7 @@ TEST(SplitWeightFormat, RoundTripsEveryFloat32) {
 }
 
 TEST(SplitWeightFormat, HighBitsAreNearestBfloat16) {
-  for (const float value : interesting_floats()) {
+  for (const float value : make_float_values()) {
     uint32_t upper = 0;
     uint32_t lower = 0;
     mezzo::detail::split_low_bits(value, upper, lower);
@@ -112,7 +112,7 @@ TEST(SplitWeightFormat, PreservesNaN) {
   }
 }
 
-/// A model of bfloat16 or half, and one of float with the same values.
+/// A 16-bit model and a float32 copy.
 struct Models {
   std::vector<torch::Tensor> low;
   std::vector<torch::Tensor> floats;
@@ -204,8 +204,9 @@ TYPED_TEST(WeightStorageTraining, SplitMasterMatchesFloat32Model) {
   for (std::size_t i = 0; i < models.low.size(); ++i) {
     auto& state = get_param_state<typename TypeParam::State>(low, models.low[i]);
     EXPECT_FALSE(state.master().defined());
-    const auto whole = mezzo::detail::combine_with_low_bits(models.low[i], state.low_bits());
-    EXPECT_TRUE(torch::equal(whole, models.floats[i])) << i;
+    const auto combine_master =
+        mezzo::detail::combine_with_low_bits(models.low[i], state.low_bits());
+    EXPECT_TRUE(torch::equal(combine_master, models.floats[i])) << i;
   }
 }
 
@@ -221,7 +222,7 @@ TYPED_TEST(WeightStorageTraining, ResumesBitwiseFromArchive) {
     const std::vector<torch::Tensor> saved = test_support::clone_all(models.low);
 
     Models resumed;
-    {  // another process: the optimizer's file is read first, and then the model's
+    {  // as in another process: loads the optimizer before the model
       typename TypeParam::Optimizer second(resumed.low, TypeParam::options());
       torch::load(second, file);
       EXPECT_EQ(second.applied_steps(), first.applied_steps());
@@ -373,9 +374,10 @@ TEST(WeightStorage, WarningReportsFloat16MomentUnderflow) {
   EXPECT_EQ(warnings.texts.size(), 3U);
 }
 
-// --- What others do to weights between steps.
+// --- Changes of parameters between steps.
 
-torch::Tensor whole(const torch::optim::Optimizer& optimizer, const torch::Tensor& parameter) {
+torch::Tensor combine_master(const torch::optim::Optimizer& optimizer,
+                             const torch::Tensor& parameter) {
   return mezzo::detail::combine_with_low_bits(
       parameter, get_param_state<AdamWParamState>(optimizer, parameter).low_bits());
 }
@@ -384,7 +386,7 @@ void set_grad(const torch::Tensor& parameter, double value) {
   parameter.mutable_grad() = torch::full_like(parameter.detach(), value);
 }
 
-/// A parameter of bfloat16 that was trained a little, so that there is something in its lower half.
+/// A bfloat16 parameter with nonzero low bits.
 class SplitMasterParam : public testing::Test {
  protected:
   SplitMasterParam() {
@@ -398,8 +400,8 @@ class SplitMasterParam : public testing::Test {
     return static_cast<AdamWOptions&>(optimizer_.param_groups()[0].options());
   }
 
-  /// Settles what is kept, and changes nothing.
-  void step_without_moving() {
+  /// A step with lr 0.
+  void step_with_zero_lr() {
     options().lr(0);
     set_grad(parameter_, 0);
     optimizer_.step();
@@ -422,14 +424,14 @@ TEST_F(SplitMasterParam, SavesAfterDtypeChange) {
 }
 
 TEST_F(SplitMasterParam, LazyCopyPreservesLowBits) {
-  const auto before = whole(optimizer_, parameter_);
+  const auto before = combine_master(optimizer_, parameter_);
   const auto copy = at::_lazy_clone(parameter_.detach());
-  step_without_moving();
-  EXPECT_TRUE(torch::equal(whole(optimizer_, parameter_), before));
+  step_with_zero_lr();
+  EXPECT_TRUE(torch::equal(combine_master(optimizer_, parameter_), before));
 }
 
 TEST_F(SplitMasterParam, ThrowingStepPreservesLowBits) {
-  const auto before = whole(optimizer_, parameter_);
+  const auto before = combine_master(optimizer_, parameter_);
   const auto version = parameter_._version();
   const auto other = torch::ones({3}).requires_grad_();
   optimizer_.add_param_group(torch::optim::OptimizerParamGroup(std::vector{other}));
@@ -437,11 +439,11 @@ TEST_F(SplitMasterParam, ThrowingStepPreservesLowBits) {
   auto state = std::make_unique<AdamWParamState>();
   state->exp_avg(torch::zeros({4})).exp_avg_sq(torch::zeros({4}));
   optimizer_.state()[other.unsafeGetTensorImpl()] = std::move(state);
-  EXPECT_THROW(step_without_moving(), c10::Error);
+  EXPECT_THROW(step_with_zero_lr(), c10::Error);
   EXPECT_EQ(parameter_._version(), version);
   optimizer_.state().erase(other.unsafeGetTensorImpl());
-  step_without_moving();
-  EXPECT_TRUE(torch::equal(whole(optimizer_, parameter_), before));
+  step_with_zero_lr();
+  EXPECT_TRUE(torch::equal(combine_master(optimizer_, parameter_), before));
 }
 
 TEST_F(SplitMasterParam, AcceptsResizedStorage) {
@@ -455,19 +457,18 @@ TEST_F(SplitMasterParam, AcceptsResizedStorage) {
   EXPECT_TRUE(torch::equal(parameter_, torch::ones({100000}, torch::kBFloat16)));
 }
 
-// --- Weights of 16 bits that somebody writes between two steps: the next step goes on from what
-// was written.
+// --- External writes to 16-bit parameters between steps.
 
-/// The ways to keep weights of 16 bits.
+/// All storages of 16-bit parameters.
 std::vector<WeightStorageCase> keepers_of_16_bits() {
   std::vector<WeightStorageCase> all = test_support::weight_storage_cases();
   std::erase_if(all, [](const WeightStorageCase& one) { return one.dtype == torch::kFloat; });
   return all;
 }
 
-constexpr int64_t kSize = 70;  // whole vectors and a rest
+constexpr int64_t kSize = 70;  // full vectors and a tail
 
-/// A step whose gradients are all `gradient`.
+/// Steps with all gradients equal to `gradient`.
 void step(const OwnedOptimizer& optimizer, const std::vector<Tensor>& parameters, double gradient) {
   for (const Tensor& one : parameters) {
     one.mutable_grad() = torch::full_like(one.detach(), gradient);
@@ -479,8 +480,8 @@ const char* const kWrites[] = {"copy_",         "data()",
                                "set_data",      "set_data to a flat buffer that is written",
                                "a raw pointer", "torch::load"};
 
-/// Writes `values` to a parameter in one of these ways.
-void write(const std::string& way, const Tensor& parameter, const Tensor& values) {
+/// Writes `values` to a parameter.
+void write_externally(const std::string& way, const Tensor& parameter, const Tensor& values) {
   const torch::NoGradGuard no_grad;
   const Tensor low = values.to(parameter.scalar_type()).clone();
   if (way == "data()") {
@@ -511,9 +512,9 @@ TEST(ExternalWeightWrites, TakeEffectAtNextStep) {
           torch::linspace(-1, 1, kSize).to(storage_case.dtype).requires_grad_();
       const OwnedOptimizer optimizer = storage_case.make({parameter});
       for (int round = 0; round < 3; ++round) {
-        step(optimizer, {parameter}, 0x1p-12);  // below a digit of 16 bits
+        step(optimizer, {parameter}, 0x1p-12);  // less than the last bit
         const Tensor values = torch::linspace(2 + round, 3 + round, kSize).to(storage_case.dtype);
-        write(way, parameter, values);
+        write_externally(way, parameter, values);
         step(optimizer, {parameter}, 0.5);
         const Tensor wanted = values.to(torch::kFloat) - 0.5;
         const Tensor apart = (parameter.detach().to(torch::kFloat) - wanted).abs();
@@ -539,7 +540,7 @@ TEST(ExternalWeightWrites, PreserveOtherMasters) {
         step(other, {alone}, 0x1p-12);
         Tensor values = written.detach().to(torch::kFloat);
         values[3] = 7;
-        write(way, written, values);
+        write_externally(way, written, values);
       }
       step(optimizer, {written}, 0);
       EXPECT_NEAR(written[3].item<float>(), 7, 0x1p-5);
@@ -597,7 +598,7 @@ TEST(ExternalWeightWrites, ZeroMethodGivesZero) {
   }
 }
 
-// flat.split(n) gives views that share a version counter: a write to one shows in all of them.
+// flat.split(n) returns views with one version counter: a write to one bumps all.
 TEST(ExternalWeightWrites, SharedVersionCounterTrains) {
   for (const WeightStorageCase& storage_case : keepers_of_16_bits()) {
     SCOPED_TRACE(storage_case.name);
@@ -639,7 +640,7 @@ TEST(ExternalWeightWrites, MasterWritesTakePrecedence) {
   }
 }
 
-// A caller that has held a master since some earlier step has not written it.
+// A master exposed at an earlier step and not written since.
 TEST(ExternalWeightWrites, OverrideExposedMasters) {
   for (const WeightStorageCase& storage_case : keepers_of_16_bits()) {
     if (storage_case.is_split) continue;
