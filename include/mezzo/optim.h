@@ -1,5 +1,5 @@
 /// \file
-/// Fused optimizers, master weights, averaged weights, learning rate schedules.
+/// Fused optimizers, master weights, EMA, learning rate schedules.
 #pragma once
 
 #include <mezzo/base/weight_storage.h>              // IWYU pragma: export

@@ -257,8 +257,8 @@ TEST(LrOption, HoldsLrOfNextStep) {
   const auto rates = ElementsAre(0, 0.25, 0.5, 0.5, 0.25, 0);
   torch::optim::SGD libtorchs({weight()}, 0.5);
   EXPECT_THAT(get_lr_options(libtorchs, libtorchs), rates);
-  mezzo::optim::SGD mezzos({weight()}, 0.5);
-  EXPECT_THAT(get_lr_options(mezzos, mezzos), rates);
+  mezzo::optim::SGD mezzo_sgd({weight()}, 0.5);
+  EXPECT_THAT(get_lr_options(mezzo_sgd, mezzo_sgd), rates);
   torch::optim::SGD inner({weight()}, 0.5);
   mezzo::MasterWeights masters(inner);
   EXPECT_THAT(get_lr_options(inner, masters), rates);
@@ -448,8 +448,8 @@ TEST(LrSchedule, CountsStepsWithoutGradients) {
   torch::optim::SGD libtorchs({first}, 1.0);
   EXPECT_EQ(count_five_steps(libtorchs, libtorchs, first), 5);
   const torch::Tensor second = parameter();
-  mezzo::optim::SGD mezzos({second}, 1.0);
-  EXPECT_EQ(count_five_steps(mezzos, mezzos, second), 5);
+  mezzo::optim::SGD mezzo_sgd({second}, 1.0);
+  EXPECT_EQ(count_five_steps(mezzo_sgd, mezzo_sgd, second), 5);
   const torch::Tensor third = parameter();
   torch::optim::SGD inner({third}, 1.0);
   mezzo::MasterWeights masters(inner);
@@ -609,10 +609,10 @@ TEST(LrScheduleArchive, ThrowsForOtherGroupsOrArchives) {
     EXPECT_THAT([&] { load_from_string(schedule, bytes.str()); },
                 ThrowsMessage<c10::Error>(HasSubstr(message)));
   }
-  mezzo::optim::SGD mezzos({weight()}, 1.0);
+  mezzo::optim::SGD mezzo_sgd({weight()}, 1.0);
   EXPECT_THAT(
       [&] {
-        mezzos.set_base_lrs({1.0, 2.0});
+        mezzo_sgd.set_base_lrs({1.0, 2.0});
       },
       ThrowsMessage<c10::Error>(
           HasSubstr("expected 1 learning rates, one for each param group, but got 2")));

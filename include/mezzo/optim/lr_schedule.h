@@ -38,7 +38,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 /// The table outlives this object, and replaces an earlier one.
 ///
 /// **With any other optimizer** the host decides the step and this object counts. Save and load it
-/// beside the optimizer. The factor of a group added later applies after the next `step`.
+/// together with the optimizer. The factor of a group added later applies after the next `step`.
 ///
 /// For an lr that depends on the loss use torch::optim::ReduceLROnPlateauScheduler. The optimizer
 /// must outlive the schedule. Use one schedule for an optimizer. Not thread-safe.
