@@ -16,6 +16,7 @@
 #include <mezzo/base/weight_storage.h>                  // IWYU pragma: export
 #include <mezzo/optim/adamw.h>                          // IWYU pragma: export
 #include <mezzo/optim/ema.h>                            // IWYU pragma: export
+#include <mezzo/optim/ema_guard.h>                      // IWYU pragma: export
 #include <mezzo/optim/lamb.h>                           // IWYU pragma: export
 #include <mezzo/optim/lion.h>                           // IWYU pragma: export
 #include <mezzo/optim/lr_schedule.h>                    // IWYU pragma: export

@@ -6,6 +6,7 @@
 #include <mezzo/optim/adamw.h>                      // IWYU pragma: export
 #include <mezzo/optim/adamw8bit.h>                  // IWYU pragma: export
 #include <mezzo/optim/ema.h>                        // IWYU pragma: export
+#include <mezzo/optim/ema_guard.h>                  // IWYU pragma: export
 #include <mezzo/optim/grad_buckets.h>               // IWYU pragma: export
 #include <mezzo/optim/lamb.h>                       // IWYU pragma: export
 #include <mezzo/optim/lion.h>                       // IWYU pragma: export

@@ -3,6 +3,7 @@
 #include <mezzo/autocast/autocast_guard.h>
 #include <mezzo/optim/adamw8bit.h>
 #include <mezzo/optim/ema.h>
+#include <mezzo/optim/ema_guard.h>
 #include <mezzo/optim/lamb.h>
 #include <mezzo/optim/master_weights.h>
 #include <mezzo/optim/muon.h>

@@ -2,6 +2,7 @@
 // over doubles that do what the documentation says.
 
 #include <mezzo/optim/ema.h>
+#include <mezzo/optim/ema_guard.h>
 #include <mezzo/scaling/grad_scaler.h>
 
 #include <torch/torch.h>

@@ -4,6 +4,7 @@
 
 #include <mezzo/base/detail/tensor_groups.h>
 #include <mezzo/base/version.h>
+#include <mezzo/optim/detail/serializable_options.h>
 #include <mezzo/optim/detail/torch_optimizer_base.h>
 
 #include <ATen/core/Tensor.h>

@@ -6,6 +6,7 @@
 #include <mezzo/kernels/lion_functor.h>
 #include <mezzo/optim/detail/fused_optimizer.h>
 #include <mezzo/optim/detail/fused_param_state.h>
+#include <mezzo/optim/detail/serializable_options.h>
 #include <mezzo/optim/optimizer_ref.h>
 
 #include <ATen/core/Tensor.h>

@@ -4,7 +4,7 @@
 #pragma once
 
 #include <mezzo/base/version.h>
-#include <mezzo/optim/detail/fused_param_state.h>
+#include <mezzo/optim/detail/master_state.h>
 #include <mezzo/optim/detail/optimizer_archive.h>
 #include <mezzo/optim/detail/optimizer_description.h>
 #include <mezzo/optim/optimizer_ref.h>

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <mezzo/base/version.h>
+#include <mezzo/optim/detail/serializable_options.h>
 #include <mezzo/optim/detail/torch_optimizer_base.h>
 
 #include <ATen/ScalarOps.h>

@@ -40,7 +40,8 @@ struct SGDParamState
 
  private:
   friend FusedParamState;
-  /// torch's archives have no step. Only whether a step was applied matters, which is whether there is a buffer.
+  /// torch's archives have no step. Only whether a step was applied matters, which is whether there
+  /// is a buffer.
   int64_t default_step() const { return momentum_buffer().defined() ? 1 : 0; }
 };
 

@@ -5,6 +5,7 @@
 #include <mezzo/optim/detail/fused_optimizer_base.h>
 #include <mezzo/optim/detail/optimizer_archive.h>
 #include <mezzo/optim/detail/optimizer_description.h>
+#include <mezzo/optim/detail/serializable_options.h>
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>

@@ -5,8 +5,8 @@
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/version.h>
 #include <mezzo/optim/detail/ema_params.h>
-#include <mezzo/optim/detail/fused_param_state.h>
 #include <mezzo/optim/detail/gradients.h>
+#include <mezzo/optim/detail/master_state.h>
 #include <mezzo/optim/detail/optimizer_archive.h>
 #include <mezzo/optim/master_weights.h>
 

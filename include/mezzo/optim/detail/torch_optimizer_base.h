@@ -5,6 +5,7 @@
 #include <mezzo/base/version.h>
 #include <mezzo/optim/detail/optimizer_archive.h>
 #include <mezzo/optim/detail/optimizer_description.h>
+#include <mezzo/optim/detail/serializable_options.h>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/GradMode.h>
