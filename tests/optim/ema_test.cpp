@@ -332,7 +332,7 @@ TEST(EmaGuard, MasterParamAndSaveThrowInsideGuard) {
   Ema ema({parameter});
   {
     const EmaGuard averaged(ema);
-    const auto says = HasSubstr("let that scope end first");
+    const auto says = HasSubstr("end its scope first");
     EXPECT_THAT(message_of([&] { (void)mezzo::master_params(optimizer); }), says);
     std::ostringstream file;
     EXPECT_THAT(message_of([&] { torch::save(optimizer, file); }), says);

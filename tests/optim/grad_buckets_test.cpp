@@ -240,7 +240,7 @@ TEST(GradBuckets, ThrowsForInvalidParam) {
                 GradBuckets({twice, Tensor()});
               }),
               HasSubstr("parameter 1 is undefined"));
-  EXPECT_THAT(message_of([&] { GradBuckets({twice * 2}); }), HasSubstr("is not a make_leaf"));
+  EXPECT_THAT(message_of([&] { GradBuckets({twice * 2}); }), HasSubstr("is not a leaf"));
   EXPECT_THAT(message_of([&] { GradBuckets({torch::ones({3}, torch::kLong)}); }),
               HasSubstr("float32, float64, bfloat16 or float16"));
   EXPECT_THAT(message_of([&] { GradBuckets({torch::ones({3}).to_sparse()}); }),

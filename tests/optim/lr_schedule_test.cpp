@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "../support/aten_optimizer.h"
+#include "../support/message_of.h"
 #include "../support/save_to_string.h"
 #include "../support/special_values.h"
 #include "../support/throwing_sgd.h"
@@ -40,6 +41,7 @@ using mezzo::optim::AdamWOptions;
 using mezzo::optim::SGD;
 using mezzo::optim::SGDOptions;
 using test_support::load_from_string;
+using test_support::message_of;
 using test_support::save_to_string;
 using testing::DoubleEq;
 using testing::ElementsAre;
@@ -618,6 +620,30 @@ TEST(LrScheduleArchive, ThrowsForOtherGroupsOrArchives) {
           HasSubstr("expected 1 learning rates, one for each param group, but got 2")));
   EXPECT_EQ(schedule.applied_steps(), 1);
   EXPECT_THAT(schedule.lrs(), ElementsAre(0.75));
+}
+
+TEST(StepProgress, ThrowsForCorruptOptimizerOrSchedule) {
+  const auto read = [](const c10::IValue& steps, const std::vector<double>& lrs,
+                       const char* owner) {
+    torch::serialize::OutputArchive archive;
+    archive.write("applied_steps", steps);
+    archive.write("base_lrs", c10::IValue(lrs));
+    std::stringstream bytes;
+    archive.save_to(bytes);
+    torch::serialize::InputArchive input;
+    input.load_from(bytes);
+    return mezzo::detail::read_progress(input, /*num_groups=*/1, owner);
+  };
+  for (const std::string owner : {"an optimizer", "a schedule"}) {
+    const auto error = [&](const c10::IValue& steps, const std::vector<double>& lrs) {
+      return message_of([&] { read(steps, lrs, owner.c_str()); });
+    };
+    EXPECT_EQ(read(3, {0.5}, owner.c_str()).applied_steps, 3);
+    EXPECT_THAT(error(-1, {0.5}), HasSubstr("The archive of " + owner + " has -1 applied steps"));
+    EXPECT_THAT(error(2.0, {0.5}), HasSubstr(owner + " has 2. applied steps"));
+    EXPECT_THAT(error(3, {0.5, 0.5}), HasSubstr("groups, 2, than this optimizer, 1"));
+    EXPECT_THAT(error(3, {kNan}), HasSubstr("has the base lrs [nan]"));
+  }
 }
 
 // --- lr factors.
