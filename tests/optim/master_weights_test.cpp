@@ -531,12 +531,12 @@ template <class Step>
 Model train_model(torch::ScalarType dtype, const OptimizerFactory& make, bool unscales,
                   const Step& step) {
   const Model model(dtype, /*has_gaps=*/false);
-  const OwnedOptimizer make_optimizer = make(model.groups());
-  OptimizerRef optimizer = make_optimizer.ref();
+  const OwnedOptimizer owned = make(model.groups());
+  OptimizerRef optimizer = owned.ref();
   GradScaler scaler = make_silent_scaler();
-  for (int param_index = 0; number < 7; ++number) {
-    model.set_gradients(number, scaler.get_scale());
-    if (number == 3) model.parameters[2].mutable_grad()[2][1] = kInfinity;
+  for (int step_index = 0; step_index < 7; ++step_index) {
+    model.set_gradients(step_index, scaler.get_scale());
+    if (step_index == 3) model.parameters[2].mutable_grad()[2][1] = kInfinity;
     const auto before = clone_all(model.gradients());
     step(scaler, optimizer);
     for (std::size_t i = 0; i < before.size(); ++i) {
@@ -558,7 +558,7 @@ INSTANTIATE_TEST_SUITE_P(Dtypes, MasterWeightsUnscaleDtype,
                          testing::Values(torch::kHalf, torch::kBFloat16));
 
 TEST_P(MasterWeightsUnscaleDtype, MatchesOnePassStepBitwise) {
-  int param_index = 0;
+  int optimizer_index = 0;
   for (const OptimizerFactory& make : weight_storage_cases()) {
     const Model one_pass =
         train_model(GetParam(), make, /*unscales=*/false,
@@ -567,10 +567,10 @@ TEST_P(MasterWeightsUnscaleDtype, MatchesOnePassStepBitwise) {
       scaler.unscale_(optimizer);
       scaler.step(optimizer);
     });
-    EXPECT_THAT(one_pass.parameters, BitwiseEqual(unscaled.parameters)) << "optimizer " << number;
+    EXPECT_THAT(one_pass.parameters, BitwiseEqual(unscaled.parameters)) << "optimizer " << optimizer_index;
     const Model fresh(GetParam(), /*has_gaps=*/false);
-    EXPECT_FALSE(bitwise_equal(fresh.parameters[0], unscaled.parameters[0])) << number;
-    ++number;
+    EXPECT_FALSE(bitwise_equal(fresh.parameters[0], unscaled.parameters[0])) << optimizer_index;
+    ++optimizer_index;
   }
 }
 
@@ -675,8 +675,8 @@ TEST(MasterParams, CreatedBeforeFirstStepAndStable) {
   for (const OptimizerFactory& make :
        {weight_storage_cases().front(), weight_storage_cases().back()}) {
     const Model model(torch::kHalf, /*has_gaps=*/false);
-    const OwnedOptimizer make_optimizer = make(model.groups());
-    OptimizerRef optimizer = make_optimizer.ref();
+    const OwnedOptimizer owned = make(model.groups());
+    OptimizerRef optimizer = owned.ref();
     const Tensors before = master_params(optimizer);
     for (std::size_t i = 0; i < before.size(); ++i) {
       EXPECT_THAT(before[i], BitwiseEqual(model.parameters[i].to(torch::kFloat))) << i;
