@@ -97,8 +97,8 @@ struct AdamParamState : public detail::AdamState<AdamParamState, torch::optim::A
 /// {.max_norm = 1.0, .zero_grad = true})`, or `optimizer.step()`.
 ///
 /// **Dtypes.** Parameters are float32, float64, bfloat16 or float16, non-overlapping and dense.
-/// Gradients have the same dtype; gradients of float32 parameters may be bfloat16 or float16, all
-/// others float32. Arithmetic is in float32 (float64 for float64), results are rounded once, and
+/// Gradients have the same dtype; for float32 parameters also bfloat16 or float16, for all others
+/// also float32. Arithmetic is in float32 (float64 for float64), results are rounded once, and
 /// moments have the parameter's dtype unless WeightStorage says otherwise. Results are bitwise
 /// identical for any number of threads and any CPU.
 ///

@@ -34,7 +34,7 @@ struct GradBucketsOptions {
 
 /// Parameters whose gradients share one buffer.
 struct FlatGradBucket {
-  at::Device device;
+  at::Device device;  ///< of parameters and buffer
   /// `grad_dtype()` of the parameters: their dtype unless `set_grad_dtype` was called.
   at::ScalarType dtype;
   /// Indices into GradBuckets::parameters, in the order of the gradients.
@@ -60,6 +60,7 @@ class GradBuckets {
 
   /// Returns the parameters, in the order of construction.
   const std::vector<at::Tensor>& parameters() const noexcept { return parameters_; }
+  /// Returns the buckets.
   const std::vector<FlatGradBucket>& buckets() const noexcept { return buckets_; }
   /// Returns the view of a bucket for the gradient of a parameter, with the parameter's strides.
   const at::Tensor& bucket_view(std::size_t param_index) const {

@@ -38,6 +38,7 @@ struct LAMBOptions : public detail::SerializableOptions<LAMBOptions> {
                                     "weight_decay", "bias_correction", "use_nvlamb"};
   /// The type of `betas`.
   using betas_t = std::tuple<double, double>;
+  /// Sets `lr`.
   LAMBOptions(double lr = 1e-3) : lr_(lr) {}
 
   /// Learning rate: the 2-norm of a parameter's update is lr times the 2-norm of the parameter.
@@ -55,6 +56,7 @@ struct LAMBOptions : public detail::SerializableOptions<LAMBOptions> {
   TORCH_ARG(bool, use_nvlamb) = false;
 
  public:
+  /// Returns std::tie of the options.
   static auto values(auto& self) {
     return std::tie(self.lr_, self.betas_, self.eps_, self.weight_decay_, self.bias_correction_,
                     self.use_nvlamb_);

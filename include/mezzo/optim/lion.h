@@ -25,6 +25,7 @@ struct LionOptions : public detail::SerializableOptions<LionOptions> {
   static constexpr std::array kKeys{"lr", "betas", "weight_decay"};
   /// The type of `betas`.
   using betas_t = std::tuple<double, double>;
+  /// Sets `lr`.
   LionOptions(double lr = 1e-4) : lr_(lr) {}
 
   /// Learning rate: the update of each element. Use a third to a tenth of AdamW's.
@@ -36,6 +37,7 @@ struct LionOptions : public detail::SerializableOptions<LionOptions> {
   TORCH_ARG(double, weight_decay) = 0;
 
  public:
+  /// Returns std::tie of the options.
   static auto values(auto& self) { return std::tie(self.lr_, self.betas_, self.weight_decay_); }
 };
 
@@ -48,6 +50,7 @@ struct LionParamState : public detail::FusedParamState<LionParamState, detail::C
  public:
   /// Archive keys of the moments.
   static constexpr std::array kMoments{"exp_avg"};
+  /// Returns exp_avg.
   at::Tensor& moment(int /*k*/) noexcept override { return exp_avg_; }
 };
 

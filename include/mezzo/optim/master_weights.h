@@ -84,7 +84,7 @@ class MasterWeights : public optim::MixedPrecisionOptimizer, public optim::Archi
   /// The checked contents of an archive.
   struct ArchiveContents {
     std::unordered_map<const c10::TensorImpl*, MasterEntry> masters{};
-    Progress progress{};
+    detail::StepProgress progress{};
     torch::serialize::InputArchive inner{};
   };
   ArchiveContents read_archive(torch::serialize::InputArchive& archive) const;

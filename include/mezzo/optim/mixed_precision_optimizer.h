@@ -18,7 +18,6 @@
 #include <torch/optim/optimizer.h>
 #include <torch/serialize/archive.h>
 
-#include <cstddef>
 #include <cstdint>
 #include <utility>
 #include <vector>
@@ -182,16 +181,9 @@ class MixedPrecisionOptimizer {
     archive.write("base_lrs", c10::IValue(lr_factors_.base_lrs(groups)));
   }
 
-  using Progress = detail::StepProgress;
-
-  /// Reads what `save_progress` wrote. \throws c10::Error as detail::read_progress
-  static Progress read_progress(torch::serialize::InputArchive& archive, std::size_t num_groups) {
-    return detail::read_progress(archive, num_groups, "an optimizer");
-  }
-
   /// Restores the progress of an archive whose options are already loaded. The host counts until
   /// the next step on a device.
-  void load_progress(const Progress& progress) {
+  void load_progress(const detail::StepProgress& progress) {
     applied_steps_.step_count().set(progress.applied_steps.value_or(0));
     lr_factors_.load_base_lrs(progress.base_lrs, groups());
     set_optimizer_lrs(applied_steps());

@@ -35,6 +35,7 @@ struct MuonOptions : public detail::SerializableOptions<MuonOptions> {
                                     "ns_steps", "adjust_lr_fn"};
   /// The type of `ns_coefficients`.
   using ns_coefficients_t = std::tuple<double, double, double>;
+  /// Sets `lr`.
   MuonOptions(double lr = 1e-3) : lr_(lr) {}
 
   /// Learning rate, before `adjust_lr_fn` adjusts it to the shape of each matrix; at least 0.
@@ -57,6 +58,7 @@ struct MuonOptions : public detail::SerializableOptions<MuonOptions> {
   TORCH_ARG(std::string, adjust_lr_fn) = "original";
 
  public:
+  /// Returns std::tie of the options.
   static auto values(auto& self) {
     return std::tie(self.lr_, self.weight_decay_, self.momentum_, self.nesterov_,
                     self.ns_coefficients_, self.eps_, self.ns_steps_, self.adjust_lr_fn_);

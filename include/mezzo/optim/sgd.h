@@ -36,6 +36,7 @@ struct SGDParamState
   /// Archive keys of the moments.
   static constexpr std::array kMoments{"momentum_buffer"};
 
+  /// Returns momentum_buffer.
   at::Tensor& moment(int /*k*/) noexcept override { return momentum_buffer(); }
 
  private:

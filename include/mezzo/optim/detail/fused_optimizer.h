@@ -51,9 +51,9 @@ class FusedOptimizer : public FusedOptimizerBase, public optim::ArchiveChecker {
   // this class in every translation unit.
   explicit FusedOptimizer(const std::vector<torch::optim::OptimizerParamGroup>& groups,
                           const Options& defaults = {},
-                          const optim::WeightStorageOptions& weights = {})
-      : FusedOptimizerBase(groups, std::make_unique<Options>(defaults), weights, Traits::kName,
-                           Traits::Functor::kOptimizerKind) {
+                          const optim::WeightStorageOptions& storage_options = {})
+      : FusedOptimizerBase(groups, std::make_unique<Options>(defaults), storage_options,
+                           Traits::kName, Traits::Functor::kOptimizerKind) {
     (void)make_hyperparams(defaults);
     check_has_parameters(!groups.empty(), Traits::kName);
     for (std::size_t group = 0; group < param_groups_.size(); ++group) {
@@ -64,9 +64,9 @@ class FusedOptimizer : public FusedOptimizerBase, public optim::ArchiveChecker {
   }
 
   explicit FusedOptimizer(std::vector<at::Tensor> parameters, const Options& defaults = {},
-                          const optim::WeightStorageOptions& weights = {})
-      : FusedOptimizer(make_single_group(std::move(parameters), Traits::kName), defaults, weights) {
-  }
+                          const optim::WeightStorageOptions& storage_options = {})
+      : FusedOptimizer(make_single_group(std::move(parameters), Traits::kName), defaults,
+                       storage_options) {}
 
   /// Adds a group.
   /// \throws c10::Error, without adding it, if its options are out of range or another optimizer's
@@ -126,8 +126,8 @@ class FusedOptimizer : public FusedOptimizerBase, public optim::ArchiveChecker {
   /// The checked contents of an archive.
   struct ArchiveContents {
     SerializedOptimizer optimizer;
-    Progress progress;
-    optim::WeightStorageOptions weights;
+    StepProgress progress;
+    optim::WeightStorageOptions storage_options;
   };
   ArchiveContents read_archive(torch::serialize::InputArchive& archive) const;
 
@@ -149,7 +149,7 @@ typename FusedOptimizer<Traits>::ArchiveContents FusedOptimizer<Traits>::read_ar
     (void)read_group_hyperparams(group);  // throws for options of another class
   }
   ArchiveContents contents{read_optimizer_archive<State, Options>(archive, description()),
-                           read_progress(archive, param_groups_.size()),
+                           read_progress(archive, param_groups_.size(), "an optimizer"),
                            read_weight_options(archive)};
   for (const auto& group : contents.optimizer.param_groups()) {
     (void)make_hyperparams(static_cast<const Options&>(group.options()));
@@ -168,7 +168,7 @@ template <class Traits>
 void FusedOptimizer<Traits>::load(torch::serialize::InputArchive& archive) {
   const NoGradInferenceGuard no_grad;
   ArchiveContents contents = read_archive(archive);
-  weights_ = contents.weights;
+  storage_options_ = contents.storage_options;
   assign_serialized<Options>(std::move(contents.optimizer), *this);
   for (const auto& group : param_groups_) {
     for (const at::Tensor& parameter : group.params()) {

@@ -60,10 +60,12 @@ class FusedOptimizerBase : public torch::optim::Optimizer, public optim::MixedPr
   }
 
   /// Returns the weight storage of all groups.
-  const optim::WeightStorageOptions& weight_storage_options() const noexcept { return weights_; }
+  const optim::WeightStorageOptions& weight_storage_options() const noexcept {
+    return storage_options_;
+  }
   void enable_master_weights() override {
-    if (weights_.weight_storage == optim::WeightStorage::plain) {
-      weights_.weight_storage = optim::WeightStorage::fp32_master;
+    if (storage_options_.weight_storage == optim::WeightStorage::plain) {
+      storage_options_.weight_storage = optim::WeightStorage::fp32_master;
     }
   }
   MEZZO_INLINE at::Tensor master_param(const at::Tensor& parameter) override;
@@ -75,8 +77,8 @@ class FusedOptimizerBase : public torch::optim::Optimizer, public optim::MixedPr
  protected:
   MEZZO_INLINE FusedOptimizerBase(const std::vector<torch::optim::OptimizerParamGroup>& groups,
                                   std::unique_ptr<torch::optim::OptimizerOptions> defaults,
-                                  const optim::WeightStorageOptions& weights, const char* name,
-                                  OptimizerKind kind);
+                                  const optim::WeightStorageOptions& storage_options,
+                                  const char* name, OptimizerKind kind);
 
   // Implemented by FusedOptimizer with the update functor (Adam, SGD, Lion).
 
@@ -121,7 +123,7 @@ class FusedOptimizerBase : public torch::optim::Optimizer, public optim::MixedPr
   MEZZO_INLINE optim::WeightStorageOptions read_weight_options(
       torch::serialize::InputArchive& archive) const;
 
-  optim::WeightStorageOptions weights_;
+  optim::WeightStorageOptions storage_options_;
   const char* name_;
 
  private:

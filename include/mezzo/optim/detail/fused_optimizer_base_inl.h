@@ -27,13 +27,14 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-// --- Parameters and options --------------------------------------------------------------------
-
 MEZZO_INLINE FusedOptimizerBase::FusedOptimizerBase(
     const std::vector<torch::optim::OptimizerParamGroup>& groups,
     std::unique_ptr<torch::optim::OptimizerOptions> defaults,
-    const optim::WeightStorageOptions& weights, const char* name, OptimizerKind kind)
-    : Optimizer(groups, std::move(defaults)), weights_(weights), name_(name), kind_(kind) {}
+    const optim::WeightStorageOptions& storage_options, const char* name, OptimizerKind kind)
+    : Optimizer(groups, std::move(defaults)),
+      storage_options_(storage_options),
+      name_(name),
+      kind_(kind) {}
 
 MEZZO_INLINE void FusedOptimizerBase::check_parameters() {
   const std::vector<at::Tensor> all = description().parameters();
@@ -59,13 +60,13 @@ MEZZO_INLINE void FusedOptimizerBase::erase_expired_state() {
 MEZZO_INLINE at::Tensor FusedOptimizerBase::master_param(const at::Tensor& parameter) {
   using optim::WeightStorage;
   const WeightStorage storage =
-      select_weight_storage(parameter, weights_.weight_storage, description());
+      select_weight_storage(parameter, storage_options_.weight_storage, description());
   TORCH_CHECK(storage != WeightStorage::split_master, name_,
               ": WeightStorage::split_master has no master tensor; clip with "
               "scaler.step(optimizer, {.max_norm = ...}), or use WeightStorage::fp32_master");
   if (storage != WeightStorage::fp32_master) return parameter;
   check_not_averaged(parameter, description());
-  const NoGradInferenceGuard no_graph;
+  const NoGradInferenceGuard no_grad;
   FusedParamStateBase& fused_state = create_state(parameter);
   check_state_shape(fused_state.master, "a master", parameter, description());
   prepare_master(parameter, fused_state);
@@ -73,8 +74,6 @@ MEZZO_INLINE at::Tensor FusedOptimizerBase::master_param(const at::Tensor& param
   fused_state.expose_master(parameter);
   return fused_state.master;
 }
-
-// --- State -------------------------------------------------------------------------------------
 
 /// Checks a state, which the user may have written or copied from another model.
 MEZZO_INLINE void FusedOptimizerBase::check_state(FusedParamStateBase& fused_state,
@@ -136,8 +135,6 @@ inline at::Tensor& ensure_moment(FusedParamStateBase& fused_state, int k,
   return moment = with_strides_of(parameter, moment.detach().to(parameter.device(), dtype));
 }
 
-// --- Plan --------------------------------------------------------------------------------------
-
 /// Returns whether a step supports a gradient dtype other than the parameter's.
 inline bool is_gradient_dtype_supported(at::ScalarType parameter, at::ScalarType gradient) {
   if (parameter == at::kDouble && gradient == at::kFloat) return true;
@@ -148,9 +145,9 @@ inline bool is_gradient_dtype_supported(at::ScalarType parameter, at::ScalarType
 /// Warns once if the storage is for bfloat16 and no parameter has 16 bits.
 inline void warn_unused_storage(optim::WeightStorage storage,
                                 const OptimizerDescription& optimizer) {
-  if (storage != optim::WeightStorage::split_master &&
-      storage != optim::WeightStorage::stochastic_rounding)
-    return;
+  const bool needs_bfloat16 = storage == optim::WeightStorage::split_master ||
+                              storage == optim::WeightStorage::stochastic_rounding;
+  if (!needs_bfloat16) return;
   for (const auto& group : optimizer.groups) {
     for (const at::Tensor& parameter : group.params()) {
       if (is_low_precision(parameter)) return;
@@ -228,7 +225,7 @@ MEZZO_INLINE StepPlan FusedOptimizerBase::plan() {
   }
   if (param_index != num_checked_params_ || state_.size() > param_index) check_parameters();
   if (plan.spans_devices) group_by_device(plan);
-  if (!plan.params.empty()) warn_unused_storage(weights_.weight_storage, description());
+  if (!plan.params.empty()) warn_unused_storage(storage_options_.weight_storage, description());
   return plan;
 }
 
@@ -237,7 +234,8 @@ MEZZO_INLINE void FusedOptimizerBase::add_param(StepPlan& plan, const at::Tensor
   const GroupHyperParams& hyper_params = plan.groups[group];
   const at::Tensor& gradient = parameter.grad();
   if (!gradient.defined()) return;
-  const auto storage = select_weight_storage(parameter, weights_.weight_storage, description());
+  const auto storage =
+      select_weight_storage(parameter, storage_options_.weight_storage, description());
   const bool has_master = storage == optim::WeightStorage::fp32_master;
   const at::ScalarType param_dtype = parameter.scalar_type();
   const at::ScalarType gradient_dtype = gradient.scalar_type();
@@ -312,8 +310,6 @@ MEZZO_INLINE GradStats FusedOptimizerBase::grad_stats(const StepPlan& plan,
   return compute_grad_stats_of_ranges(
       ranges.all(), to_device(inv_scale, plan.params.front().parameter->device()));
 }
-
-// --- Apply -------------------------------------------------------------------------------------
 
 /// \throws c10::Error, before any write, for a step that ATen's kernels do not support
 MEZZO_INLINE void FusedOptimizerBase::check_aten_supports(
@@ -472,8 +468,6 @@ MEZZO_INLINE void FusedOptimizerBase::finish_step(Params params,
   }
 }
 
-// --- The CPU -----------------------------------------------------------------------------------
-
 MEZZO_INLINE void FusedOptimizerBase::step_cpu(Params params, const Groups& groups,
                                                const GradStats& stats, const StepOptions& options) {
   const std::optional<GradMultipliers> multipliers = grad_multipliers(stats, options.max_norm);
@@ -506,12 +500,10 @@ MEZZO_INLINE void FusedOptimizerBase::step_cpu(Params params, const Groups& grou
     last = &param;
     param.group = static_cast<std::uint32_t>(calls.size() - 1);
   }
-  run_step_cpu(params, calls, {.multipliers = *multipliers, .seed = weights_.seed},
+  run_step_cpu(params, calls, {.multipliers = *multipliers, .seed = storage_options_.seed},
                zeroes_in_kernel);
   finish_step(params, calls, options.zero_grad, zeroes_in_kernel, copies);
 }
-
-// --- CUDA, and devices without mezzo kernels ---------------------------------------------------
 
 inline DeviceStepArgs device_step_args(const GradStats& stats, const StepOptions& options) {
   DeviceStepArgs inputs{.max_norm = options.max_norm, .zero_grad = options.zero_grad};
@@ -542,7 +534,7 @@ MEZZO_INLINE void FusedOptimizerBase::step_on_cuda(Params params, const Groups& 
   GradientCopies copies;
   std::vector<DeviceGroupArgs> step_groups;
   for (const GroupHyperParams& group : groups) {
-    step_groups.push_back({group.functor_args, group.lr, weights_.seed});
+    step_groups.push_back({group.functor_args, group.lr, storage_options_.seed});
   }
   std::vector<ParamArgs> step_rows;
   std::vector<StepCount> counts;
@@ -572,8 +564,8 @@ MEZZO_INLINE void FusedOptimizerBase::step_on_cuda(Params params, const Groups& 
 inline AtenAmpArgs make_aten_amp_args(const GradStats& stats, double max_norm) {
   if (!stats.defined()) return {};
   at::Tensor grad_scale = stats.inv_scale.reciprocal();  // ATen's kernels divide by it
-  const bool clips = max_norm != std::numeric_limits<double>::infinity();
-  if (clips && stats.norm_sq.defined()) {
+  const bool has_max_norm = max_norm != std::numeric_limits<double>::infinity();
+  if (has_max_norm && stats.norm_sq.defined()) {
     const at::Tensor norm = stats.norm_sq.sqrt();
     grad_scale = norm.add(1e-6).div(max_norm).clamp_min(1.0).mul(grad_scale).to(at::kFloat);
   }
@@ -648,8 +640,6 @@ MEZZO_INLINE void FusedOptimizerBase::step_with_aten(Params params, const Groups
   finish_step(params, {}, options.zero_grad, /*already_zeroed=*/false, {});
 }
 
-// --- Archives ----------------------------------------------------------------------------------
-
 MEZZO_INLINE void FusedOptimizerBase::save(torch::serialize::OutputArchive& archive) const {
   const c10::NoGradGuard no_grad;
   SerializedOptimizer serialized;
@@ -673,9 +663,9 @@ MEZZO_INLINE void FusedOptimizerBase::write_archive(torch::serialize::OutputArch
       archive, serialized);
   archive.write(kClassKey, c10::IValue(std::string(name_)));
   save_progress(archive);
-  if (weights_ == optim::WeightStorageOptions()) return;
-  archive.write("storage", c10::IValue(static_cast<int64_t>(weights_.weight_storage)));
-  archive.write("seed", c10::IValue(static_cast<int64_t>(weights_.seed)));
+  if (storage_options_ == optim::WeightStorageOptions()) return;
+  archive.write("storage", c10::IValue(static_cast<int64_t>(storage_options_.weight_storage)));
+  archive.write("seed", c10::IValue(static_cast<int64_t>(storage_options_.seed)));
 }
 
 /// Reads the storage and the seed. An archive without them, or of plain weights, can be loaded with
@@ -684,19 +674,19 @@ MEZZO_INLINE optim::WeightStorageOptions FusedOptimizerBase::read_weight_options
     torch::serialize::InputArchive& archive) const {
   using optim::WeightStorage;
   c10::IValue storage, seed;
-  if (!archive.try_read("storage", storage)) return weights_;
+  if (!archive.try_read("storage", storage)) return storage_options_;
   const int64_t value = storage.toInt();
   TORCH_CHECK(
       value >= 0 && value <= static_cast<int64_t>(WeightStorage::stochastic_rounding),
       "The archive of an optimizer has weight_storage ", value,
       ", which this version of mezzo does not support; read it with the version that wrote it");
   archive.read("seed", seed);
-  optim::WeightStorageOptions weights{static_cast<WeightStorage>(value),
-                                      static_cast<std::uint64_t>(seed.toInt())};
-  if (weights.weight_storage == WeightStorage::plain) {
-    weights.weight_storage = weights_.weight_storage;
+  optim::WeightStorageOptions storage_options{static_cast<WeightStorage>(value),
+                                              static_cast<std::uint64_t>(seed.toInt())};
+  if (storage_options.weight_storage == WeightStorage::plain) {
+    storage_options.weight_storage = storage_options_.weight_storage;
   }
-  return weights;
+  return storage_options;
 }
 
 }  // namespace detail

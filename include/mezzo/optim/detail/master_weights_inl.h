@@ -33,8 +33,6 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-// --- The step of the inner optimizer -----------------------------------------------------------
-
 // torch's optimizers create state in the parameter's dtype (Adagrad's sum in the constructor) and
 // keep that dtype. State of steps without masters has 16 bits, in which running means do not
 // change.
@@ -86,8 +84,6 @@ inline void set_group_lrs(torch::optim::Optimizer& optimizer, const std::vector<
   const std::size_t size = std::min(groups.size(), lrs.size());  // a step may add groups
   for (std::size_t i = 0; i < size; ++i) groups[i].options().set_lr(lrs[i]);
 }
-
-// --- Archives ----------------------------------------------------------------------------------
 
 // An archive has the inner optimizer's archive under "optimizer" and each existing master under its
 // parameter's index over all groups.
@@ -245,8 +241,6 @@ MEZZO_INLINE std::vector<at::Tensor> master_params(OptimizerRef optimizer) {
   return masters;
 }
 
-// --- save and load -----------------------------------------------------------------------------
-
 MEZZO_INLINE void MasterWeights::save(torch::serialize::OutputArchive& archive) const {
   const c10::NoGradGuard no_grad;
   archive.write(detail::kMasterWeightsKey, c10::IValue(detail::kMasterWeightsFormat));
@@ -300,7 +294,7 @@ MEZZO_INLINE MasterWeights::ArchiveContents MasterWeights::read_archive(
     if (master.is_inference()) master = master.clone();
     contents.masters[parameter.unsafeGetTensorImpl()] = {parameter, {.master = std::move(master)}};
   });
-  contents.progress = read_progress(archive, inner_->param_groups().size());
+  contents.progress = detail::read_progress(archive, inner_->param_groups().size(), "an optimizer");
   if (!contents.progress.base_lrs.empty()) (void)detail::get_current_lrs(inner_->param_groups());
   TORCH_CHECK(
       archive.try_read("optimizer", contents.inner),
