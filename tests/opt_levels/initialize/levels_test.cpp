@@ -426,7 +426,7 @@ TEST(InitializeErrors, NameWhatWasWrongAndChangeNothing) {
   torch::optim::SGD of_tied(tied->parameters(), 0.1);  // libtorch names a tied weight twice
   expect_error(
       [&] { mezzo::initialize(tied, of_tied, level, kQuiet); },
-      "is given twice, as model->parameters() gives a weight that two modules share; give it once");
+      "appears twice, as a weight that two modules share does in model->parameters(); pass it once");
   EXPECT_EQ(tied->net->weight.scalar_type(), torch::kFloat);
 
   other->head->to(torch::kHalf);

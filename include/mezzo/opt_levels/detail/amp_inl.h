@@ -441,7 +441,7 @@ inline void Amp::check_no_shared_parameters() const {
       const auto known = owners.emplace(parameter.unsafeGetTensorImpl(), one.optimizer).first;
       TORCH_CHECK(
           known->second == one.optimizer, "scale_loss: two optimizers hold ",
-          detail::OptimizerDescription{"", one.optimizer->param_groups()}.describe(parameter),
+          detail::OptimizerDescription{"", one.optimizer->param_groups()}.describe_param(parameter),
           ", whose gradient both would unscale and step with; give it to one of them");
     });
   }

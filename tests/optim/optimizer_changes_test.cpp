@@ -1,4 +1,4 @@
-// What users do to an optimizer between two steps, to mezzo's and to libtorch's of the same name.
+// Changes of an optimizer between two steps, compared with torch's optimizer of the same name.
 
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/master_weights.h>
@@ -23,9 +23,9 @@ namespace {
 using torch::Tensor;
 using torch::optim::Optimizer;
 using Groups = std::vector<torch::optim::OptimizerParamGroup>;
-using MakeOfGroups = std::function<std::unique_ptr<Optimizer>(Groups)>;
+using OptimizerFactory = std::function<std::unique_ptr<Optimizer>(Groups)>;
 
-/// Makes an optimizer whose second group has four times the rate of the first.
+/// Makes an optimizer whose second group has four times the lr of the first.
 template <class Made, class Options>
 std::unique_ptr<Optimizer> make_optimizer(Groups groups) {
   Options options(1e-2);
@@ -38,8 +38,8 @@ std::unique_ptr<Optimizer> make_optimizer(Groups groups) {
 
 struct OptimizerPair {
   std::string name;
-  MakeOfGroups ours;
-  MakeOfGroups theirs;
+  OptimizerFactory ours;
+  OptimizerFactory theirs;
 };
 std::ostream& operator<<(std::ostream& stream, const OptimizerPair& pair) {
   return stream << pair.name;
@@ -52,10 +52,10 @@ const OptimizerPair kAdamW{"AdamW", make_optimizer<mezzo::optim::AdamW, mezzo::o
 const OptimizerPair kSgd{"SGD", make_optimizer<mezzo::optim::SGD, mezzo::optim::SGDOptions>,
                          make_optimizer<torch::optim::SGD, torch::optim::SGDOptions>};
 
-/// Parameters with four dimensions, none, no elements, and one; two in each group. They and their
-/// gradients have values of bfloat16 in any dtype.
+/// 4D, 0D, empty and 1D parameters, two in each group. Values and gradients are exact in bfloat16.
 struct Training {
-  explicit Training(const MakeOfGroups& make_optimizer, torch::ScalarType dtype = torch::kDouble)
+  explicit Training(const OptimizerFactory& make_optimizer,
+                    torch::ScalarType dtype = torch::kDouble)
       : make(make_optimizer) {
     torch::manual_seed(1);
     for (const std::vector<int64_t>& shape :
@@ -76,13 +76,13 @@ struct Training {
     }
   }
 
-  MakeOfGroups make;
+  OptimizerFactory make;
   std::vector<Tensor> parameters;
   std::unique_ptr<Optimizer> optimizer;
 };
 
-/// Changes something before step `step` of six, with gradients in place.
-void change(const std::string& what, Training& training, int step) {
+/// Applies a change before step `step` of six, when gradients are set.
+void apply_change(const std::string& what, Training& training, int step) {
   Tensor& gradient = training.parameters[0].mutable_grad();
   auto& groups = training.optimizer->param_groups();
   if (what == "GradientsInChannelsLast") {
@@ -151,97 +151,97 @@ const char* const kRearrangements[] = {"AnEmptyGroup", "AnEmptyFirstGroup",
                                        "AParameterThatMovesToTheOtherGroup",
                                        "ParametersInAnotherOrder", "GroupsInAnotherOrder"};
 
-void expect_alike(const Training& ours, const Training& theirs) {
+void expect_close(const Training& ours, const Training& theirs) {
   for (std::size_t i = 0; i < ours.parameters.size(); ++i) {
     EXPECT_TRUE(torch::allclose(ours.parameters[i], theirs.parameters[i], 1e-12, 1e-13)) << i;
   }
 }
 
-using Probe = std::tuple<OptimizerPair, const char*>;
+using Change = std::tuple<OptimizerPair, const char*>;
 
-std::string name_of_probe(const testing::TestParamInfo<Probe>& info) {
+std::string make_name(const testing::TestParamInfo<Change>& info) {
   return std::get<0>(info.param).name + std::get<1>(info.param);
 }
 
-class OptimizerProbes : public testing::TestWithParam<Probe> {};
+class OptimizerChangesBetweenSteps : public testing::TestWithParam<Change> {};
 
-TEST_P(OptimizerProbes, GiveTorchsNumbers) {
+TEST_P(OptimizerChangesBetweenSteps, MatchTorch) {
   const auto& [pair, what] = GetParam();
   Training ours(pair.ours), theirs(pair.theirs);
   for (int step = 0; step < 6; ++step) {
     for (Training* training : {&ours, &theirs}) {
       training->set_gradients(step);
-      change(what, *training, step);
+      apply_change(what, *training, step);
       training->optimizer->step();
     }
   }
-  expect_alike(ours, theirs);
+  expect_close(ours, theirs);
 }
 
-INSTANTIATE_TEST_SUITE_P(Changes, OptimizerProbes,
+INSTANTIATE_TEST_SUITE_P(Changes, OptimizerChangesBetweenSteps,
                          testing::Combine(testing::Values(kAdam, kAdamW, kSgd),
                                           testing::ValuesIn(kChanges)),
-                         name_of_probe);
-INSTANTIATE_TEST_SUITE_P(Rearrangements, OptimizerProbes,
+                         make_name);
+INSTANTIATE_TEST_SUITE_P(Rearrangements, OptimizerChangesBetweenSteps,
                          testing::Combine(testing::Values(kAdam, kAdamW, kSgd),
                                           testing::ValuesIn(kRearrangements)),
-                         name_of_probe);
+                         make_name);
 
 constexpr double kScale = 1024;
 
-/// A power of two comes off to the bit, so that the scaler must not show. The change comes before
-/// `step`, which unscales; or between `unscale_` and `step`.
-void expect_scaler_makes_no_difference(const MakeOfGroups& make, const std::string& what,
+/// Unscaling by a power of two is exact, so results equal unscaled training. The change is before
+/// `step`, or between `unscale_` and `step`.
+void expect_scaler_makes_no_difference(const OptimizerFactory& make, const std::string& what,
                                        bool is_changed_after_unscale) {
   Training plain(make), scaled(make);
   mezzo::GradScaler scaler({.init_scale = kScale});
   for (int step = 0; step < 6; ++step) {
     plain.set_gradients(step);
-    change(what, plain, step);
+    apply_change(what, plain, step);
     plain.optimizer->step();
 
     (void)scaler.scale(torch::zeros({}));
     scaled.set_gradients(step, kScale);
     if (is_changed_after_unscale) scaler.unscale_(*scaled.optimizer);
-    change(what, scaled, step);
+    apply_change(what, scaled, step);
     if (!scaled.parameters[0].grad().defined()) continue;  // nothing was checked: torch throws here
     scaler.step(*scaled.optimizer);
     scaler.update();
   }
-  expect_alike(scaled, plain);
+  expect_close(scaled, plain);
 }
 
-class ScaledOptimizerProbes : public testing::TestWithParam<Probe> {};
+class ScaledOptimizerChangesBetweenSteps : public testing::TestWithParam<Change> {};
 
-TEST_P(ScaledOptimizerProbes, GiveTheNumbersOfNoScaler) {
+TEST_P(ScaledOptimizerChangesBetweenSteps, MatchUnscaledTraining) {
   const auto& [pair, what] = GetParam();
   expect_scaler_makes_no_difference(pair.ours, what, false);
-  if (what == std::string("ExpandedGradients")) return;  // which ATen does not write in place
+  if (what == std::string("ExpandedGradients")) return;  // ATen does not write it in place
   expect_scaler_makes_no_difference(pair.theirs, what, false);
 }
 
-INSTANTIATE_TEST_SUITE_P(Changes, ScaledOptimizerProbes,
+INSTANTIATE_TEST_SUITE_P(Changes, ScaledOptimizerChangesBetweenSteps,
                          testing::Combine(testing::Values(kAdamW, kSgd),
                                           testing::ValuesIn(kChanges)),
-                         name_of_probe);
+                         make_name);
 
-class RearrangedOptimizerProbes : public testing::TestWithParam<Probe> {};
+class ParamGroupChangesBetweenSteps : public testing::TestWithParam<Change> {};
 
-TEST_P(RearrangedOptimizerProbes, AreNotUnscaledTwice) {
+TEST_P(ParamGroupChangesBetweenSteps, UnscaleOnce) {
   const auto& [pair, what] = GetParam();
-  for (const MakeOfGroups& make : {pair.ours, pair.theirs}) {
+  for (const OptimizerFactory& make : {pair.ours, pair.theirs}) {
     expect_scaler_makes_no_difference(make, what, true);
   }
 }
 
-TEST_P(RearrangedOptimizerProbes, StepMastersToTheBitsOfAFloatModel) {
+TEST_P(ParamGroupChangesBetweenSteps, MastersMatchFloat32Model) {
   const auto& [pair, what] = GetParam();
   Training low(pair.theirs, torch::kBFloat16), whole(pair.theirs, torch::kFloat);
   mezzo::MasterWeights masters(*low.optimizer);
   for (int step = 0; step < 6; ++step) {
     for (Training* training : {&low, &whole}) {
       training->set_gradients(step);
-      change(what, *training, step);
+      apply_change(what, *training, step);
     }
     masters.step();
     whole.optimizer->step();
@@ -251,9 +251,9 @@ TEST_P(RearrangedOptimizerProbes, StepMastersToTheBitsOfAFloatModel) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Rearrangements, RearrangedOptimizerProbes,
+INSTANTIATE_TEST_SUITE_P(Rearrangements, ParamGroupChangesBetweenSteps,
                          testing::Combine(testing::Values(kAdamW, kSgd),
                                           testing::ValuesIn(kRearrangements)),
-                         name_of_probe);
+                         make_name);
 
 }  // namespace

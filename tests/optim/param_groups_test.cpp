@@ -1,5 +1,4 @@
-// What every optimizer does alike: what it checks of the parameters and groups that it is given,
-// how it is passed on, closures and files.
+// Behaviour of all optimizers: checks of parameters and groups, references, closures and archives.
 
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/adamw8bit.h>
@@ -56,7 +55,7 @@ using Kinds = testing::Types<Kind<mezzo::optim::Adam, mezzo::optim::AdamOptions>
                              Kind<mezzo::optim::AdamW8bit, mezzo::optim::AdamWOptions>>;
 TYPED_TEST_SUITE(ParamGroups, Kinds);
 
-TYPED_TEST(ParamGroups, WithAnOptionOutOfRangeAreRefusedAndNotAdded) {
+TYPED_TEST(ParamGroups, ThrowForInvalidOptionAndAreNotAdded) {
   using Options = typename TypeParam::Options;
   typename TypeParam::Optimizer optimizer({this->parameter()}, Options(0.5));
   constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
@@ -95,23 +94,22 @@ TYPED_TEST(ParamGroups, WithAnOptionOutOfRangeAreRefusedAndNotAdded) {
                      "momentum 0.5 and dampening 0.5");
   }
   if constexpr (std::same_as<typename TypeParam::Optimizer, mezzo::optim::AdamW8bit>) {
-    bad.emplace_back(Options(0.5).amsgrad(true),
-                     "amsgrad is true, for which there is no format of 8 bits");
+    bad.emplace_back(Options(0.5).amsgrad(true), "does not support amsgrad");
   }
-  for (const auto& [options, words] : bad) {
+  for (const auto& [options, message] : bad) {
     const std::string made =
         message_of([&] { typename TypeParam::Optimizer({this->group(options)}, Options(0.5)); });
     EXPECT_EQ(message_of([&] { optimizer.add_param_group(this->group(options)); }), made);
-    EXPECT_THAT(made, HasSubstr(words + "; "));
+    EXPECT_THAT(made, HasSubstr(message + "; "));
     EXPECT_EQ(optimizer.param_groups().size(), 1U);
     auto& own = static_cast<Options&>(optimizer.param_groups()[0].options());
     const Options good = std::exchange(own, options);  // between two steps
     const torch::Tensor& weight = optimizer.param_groups()[0].params()[0];
     weight.mutable_grad() = torch::ones({2, 2});
-    EXPECT_THAT(message_of([&] { optimizer.step(); }), HasSubstr(words + "; "));
+    EXPECT_THAT(message_of([&] { optimizer.step(); }), HasSubstr(message + "; "));
     EXPECT_TRUE(weight.equal(torch::ones({2, 2})));
     if constexpr (requires { typename TypeParam::Optimizer::State; }) {
-      std::stringstream file;  // as libtorch's optimizers write it: unchecked
+      std::stringstream file;  // unchecked, as torch's optimizers write it
       torch::serialize::OutputArchive archive;
       torch::optim::serialize<typename TypeParam::Optimizer::State, Options>(archive, optimizer);
       if (std::same_as<Options, mezzo::optim::LionOptions>) {
@@ -119,7 +117,7 @@ TYPED_TEST(ParamGroups, WithAnOptionOutOfRangeAreRefusedAndNotAdded) {
       }
       archive.save_to(file);
       own = good;
-      EXPECT_THAT(message_of([&] { torch::load(optimizer, file); }), HasSubstr(words + "; "));
+      EXPECT_THAT(message_of([&] { torch::load(optimizer, file); }), HasSubstr(message + "; "));
       EXPECT_TRUE(own == good) << "what was there before";
     }
     own = good;
@@ -133,7 +131,7 @@ TYPED_TEST(ParamGroups, WithAnOptionOutOfRangeAreRefusedAndNotAdded) {
       << "what is added after a refusal is trained";
 }
 
-TYPED_TEST(ParamGroups, WithAnotherOptimizersOptionsAreRefusedAndNotAdded) {
+TYPED_TEST(ParamGroups, ThrowForOtherOptimizersOptions) {
   using Options = typename TypeParam::Options;
   typename TypeParam::Optimizer optimizer({this->parameter()}, Options(0.5));
   EXPECT_THAT(message_of([&] {
@@ -144,75 +142,75 @@ TYPED_TEST(ParamGroups, WithAnotherOptimizersOptionsAreRefusedAndNotAdded) {
   EXPECT_EQ(optimizer.param_groups().size(), 1U);
 }
 
-// As in torch: a model that did not register its layers has no parameters, and would not learn.
-TYPED_TEST(ParamGroups, OfAnEmptyParameterListAreRefused) {
-  using Own = typename TypeParam::Optimizer;
+// As in torch: a model that does not register its layers has no parameters.
+TYPED_TEST(ParamGroups, ThrowForEmptyParamList) {
+  using OptimizerType = typename TypeParam::Optimizer;
   const typename TypeParam::Options options(0.5);
   for (const std::string& error :
-       {message_of([&] { Own(std::vector<torch::Tensor>(), options); }),
-        message_of([&] { Own(std::vector<OptimizerParamGroup>(), options); })}) {
+       {message_of([&] { OptimizerType(std::vector<torch::Tensor>(), options); }),
+        message_of([&] { OptimizerType(std::vector<OptimizerParamGroup>(), options); })}) {
     EXPECT_THAT(error, HasSubstr("optimizer got an empty parameter list"));
     EXPECT_THAT(error, HasSubstr("register_module"));
   }
-  // One group of several may be empty, as torch has it.
+  // As in torch, one group of several may be empty.
   EXPECT_EQ(message_of([&] {
-              Own({OptimizerParamGroup(std::vector<torch::Tensor>()),
-                   OptimizerParamGroup({this->parameter()})},
-                  options);
+              OptimizerType({OptimizerParamGroup(std::vector<torch::Tensor>()),
+                             OptimizerParamGroup({this->parameter()})},
+                            options);
             }),
             "no error");
 }
 
-// An overload for pointers beside one for OptimizerRef is chosen by what can be called.
-TYPED_TEST(ParamGroups, AreReachedThroughAReferenceToTheOptimizerAndNoPointer) {
-  using Own = typename TypeParam::Optimizer;
-  static_assert(std::is_convertible_v<Own&, mezzo::OptimizerRef>);
-  static_assert(!std::is_convertible_v<Own*, mezzo::OptimizerRef>);
-  static_assert(!std::is_convertible_v<std::unique_ptr<Own>, mezzo::OptimizerRef>);
-  static_assert(!std::is_constructible_v<mezzo::OptimizerRef, std::shared_ptr<Own>&>);
-  Own optimizer({this->parameter()}, typename TypeParam::Options(0.5));
+// The deleted overload for pointers, next to OptimizerRef's constructors.
+TYPED_TEST(ParamGroups, OptimizerRefRejectsPointer) {
+  using OptimizerType = typename TypeParam::Optimizer;
+  static_assert(std::is_convertible_v<OptimizerType&, mezzo::OptimizerRef>);
+  static_assert(!std::is_convertible_v<OptimizerType*, mezzo::OptimizerRef>);
+  static_assert(!std::is_convertible_v<std::unique_ptr<OptimizerType>, mezzo::OptimizerRef>);
+  static_assert(!std::is_constructible_v<mezzo::OptimizerRef, std::shared_ptr<OptimizerType>&>);
+  OptimizerType optimizer({this->parameter()}, typename TypeParam::Options(0.5));
   EXPECT_EQ(&mezzo::OptimizerRef(optimizer).optimizer(), &optimizer);
 }
 
-TYPED_TEST(ParamGroups, OfAParameterThatIsGivenTwiceOrSharesMemoryAreRefused) {
-  using Own = typename TypeParam::Optimizer;
+TYPED_TEST(ParamGroups, ThrowForDuplicateOrOverlappingParams) {
+  using OptimizerType = typename TypeParam::Optimizer;
   const typename TypeParam::Options options(0.5);
   const torch::Tensor x = this->parameter(), same_memory = x.detach().requires_grad_();
-  EXPECT_THAT(message_of([&] { Own({x, x}, options); }), HasSubstr("is given twice"));
+  EXPECT_THAT(message_of([&] { OptimizerType({x, x}, options); }), HasSubstr("appears twice"));
   EXPECT_THAT(message_of([&] {
-                Own({x, same_memory}, options);
+                OptimizerType({x, same_memory}, options);
               }),
               HasSubstr("parameter 0 of group 0 (float32 [2, 2] on cpu) and parameter 1 of group 0 "
                         "(float32 [2, 2] on cpu) share memory"));
-  Own optimizer({x}, options);
+  OptimizerType optimizer({x}, options);
   x.mutable_grad() = torch::ones({2, 2});
   EXPECT_THAT(message_of([&] {
                 optimizer.add_param_group(OptimizerParamGroup({x}));
                 optimizer.step();
               }),
-              HasSubstr("is given twice"));
+              HasSubstr("appears twice"));
   EXPECT_TRUE(x.equal(torch::ones({2, 2})));
 }
 
-// `add_param_group` of torch::optim::Optimizer is not virtual, and checks nothing of mezzo's.
-TYPED_TEST(ParamGroups, AddedThroughTheBaseClassAreCheckedAtTheStep) {
+// torch::optim::Optimizer::add_param_group is not virtual.
+TYPED_TEST(ParamGroups, AddedThroughBaseClassAreCheckedAtStep) {
   using Options = typename TypeParam::Options;
   const torch::Tensor first = this->parameter();
   for (const bool is_duplicate : {true, false}) {
     typename TypeParam::Optimizer optimizer(std::vector<torch::Tensor>{first}, Options(0.1));
     const torch::Tensor second =
-        is_duplicate ? first : torch::ones({2}).requires_grad_();  // Muon takes matrices alone
+        is_duplicate ? first : torch::ones({2}).requires_grad_();  // Muon supports matrices only
     if (!is_duplicate && !std::is_same_v<Options, mezzo::optim::MuonOptions>) continue;
     static_cast<torch::optim::Optimizer&>(optimizer).add_param_group(
         OptimizerParamGroup(std::vector<torch::Tensor>{second}));
     for (const auto& each : {first, second}) each.mutable_grad() = torch::ones_like(each);
     EXPECT_THAT(message_of([&] { optimizer.step(); }),
-                HasSubstr(is_duplicate ? "is given twice" : "Muon only supports 2D parameters"));
+                HasSubstr(is_duplicate ? "appears twice" : "Muon only supports 2D parameters"));
     EXPECT_TRUE(torch::equal(first, torch::ones({2, 2})));
   }
 }
 
-TYPED_TEST(ParamGroups, AreSteppedWithTheGradientsOfAClosureWhoseLossIsReturned) {
+TYPED_TEST(ParamGroups, StepReturnsClosureLoss) {
   const torch::Tensor x = this->parameter();
   typename TypeParam::Optimizer optimizer({x}, typename TypeParam::Options(0.5));
   int calls = 0;
@@ -251,12 +249,12 @@ typename Kind::Options unusual_options() {
   return options;
 }
 
-TYPED_TEST(ParamGroups, GoOnFromAFileBitForBit) {
-  using Own = typename TypeParam::Optimizer;
+TYPED_TEST(ParamGroups, ResumeBitwiseFromArchive) {
+  using OptimizerType = typename TypeParam::Optimizer;
   torch::manual_seed(1);
   const torch::Tensor x = torch::randn({64, 80}), y = torch::empty({64, 80});
-  Own optimizer({x}, unusual_options<TypeParam>());
-  const auto step = [](Own& one, const torch::Tensor& parameter, int number) {
+  OptimizerType optimizer({x}, unusual_options<TypeParam>());
+  const auto step = [](OptimizerType& one, const torch::Tensor& parameter, int number) {
     torch::manual_seed(static_cast<uint64_t>(number));
     parameter.mutable_grad() = torch::randn({64, 80});
     one.step();
@@ -265,7 +263,7 @@ TYPED_TEST(ParamGroups, GoOnFromAFileBitForBit) {
   std::stringstream file;
   torch::save(optimizer, file);
   y.copy_(x);
-  Own resumed({y}, typename TypeParam::Options(1.0));
+  OptimizerType resumed({y}, typename TypeParam::Options(1.0));
   torch::load(resumed, file);
   EXPECT_TRUE(static_cast<typename TypeParam::Options&>(resumed.param_groups()[0].options()) ==
               unusual_options<TypeParam>());
@@ -276,9 +274,9 @@ TYPED_TEST(ParamGroups, GoOnFromAFileBitForBit) {
   EXPECT_THAT(y, test_support::BitwiseEqual(x));
 }
 
-// libtorch finds a state by the address of its parameter, which a later tensor can get. mezzo's
-// rules notice; ordinary optimizers do not.
-TYPED_TEST(ParamGroups, AParameterThatIsReplacedLeavesNoStateToTheNext) {
+// torch finds a state by its parameter's address, which a later tensor may reuse. Fused optimizers
+// detect that; torch's do not.
+TYPED_TEST(ParamGroups, ReplacedParamDropsState) {
   using Options = typename TypeParam::Options;
   if (!std::derived_from<typename TypeParam::Optimizer, mezzo::optim::MixedPrecisionOptimizer>)
     return;
@@ -293,17 +291,18 @@ TYPED_TEST(ParamGroups, AParameterThatIsReplacedLeavesNoStateToTheNext) {
     if (i == 0) first_step = place.detach().clone();
     EXPECT_TRUE(place.equal(first_step)) << "of parameter " << i;
     EXPECT_LE(optimizer.state().size(), 2U);
-    place.mutable_grad() = torch::full({2, 2}, 64.0);  // moments that the next parameter would feel
+    place.mutable_grad() =
+        torch::full({2, 2}, 64.0);  // moments that the next parameter would inherit
     optimizer.step();
     EXPECT_LE(optimizer.state().size(), 1U) << "of a parameter that is gone nothing stays";
-    std::stringstream file;  // states that are loaded go with their parameters too
+    std::stringstream file;  // loaded states expire too
     torch::save(optimizer, file);
     torch::load(optimizer, file);
   }
 }
 
-// The plan used a state that it then erased with the parameter that it came from.
-TYPED_TEST(ParamGroups, StateMovedToAReplacementIsKept) {
+// A plan must not use a state that it then erases with the original parameter.
+TYPED_TEST(ParamGroups, MovedStateIsKept) {
   using Options = typename TypeParam::Options;
   if (!std::derived_from<typename TypeParam::Optimizer, mezzo::optim::MixedPrecisionOptimizer>)
     return;
@@ -324,7 +323,7 @@ TYPED_TEST(ParamGroups, StateMovedToAReplacementIsKept) {
   states.erase(place.unsafeGetTensorImpl());
   states[replacement.unsafeGetTensorImpl()] = std::move(state);
   place = replacement;
-  optimizer.add_param_group(OptimizerParamGroup({this->parameter()}));  // the plan looks for both
+  optimizer.add_param_group(OptimizerParamGroup({this->parameter()}));  // triggers check_parameters
   step(1);
   step(1);
   EXPECT_TRUE(replacement.equal(twin.param_groups()[0].params()[0]));

@@ -1,5 +1,5 @@
-// What programs do to an optimizer of torch::optim, done to mezzo's of the same name as if it were
-// that: casts of options and states, schedulers, files, param groups.
+// Code for torch::optim optimizers with mezzo's of the same name: casts of options and states,
+// schedulers, archives, param groups.
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/lamb.h>
 #include <mezzo/optim/lion.h>
@@ -33,19 +33,19 @@ using torch::optim::AdamWOptions;
 using torch::optim::OptimizerParamGroup;
 using torch::optim::SGDOptions;
 
-template <class OfMezzo, class StateOfMezzo, class OfTorch, class OptionsOfTorch,
+template <class MezzoOptimizer, class MezzoState, class TorchOptimizer, class TorchOptions,
           class StateOfTorch>
-struct Names {
-  using Ours = OfMezzo;
-  using OurState = StateOfMezzo;
-  using Theirs = OfTorch;
-  using Options = OptionsOfTorch;
+struct OptimizerTypes {
+  using Ours = MezzoOptimizer;
+  using OurState = MezzoState;
+  using Theirs = TorchOptimizer;
+  using Options = TorchOptions;
   using State = StateOfTorch;
 };
 
-/// With a state: SGD has one with momentum.
+/// Options with state: SGD needs momentum.
 template <class Options>
-Options options_with(double lr) {
+Options make_options(double lr) {
   Options options(lr);
   if constexpr (std::is_base_of_v<torch::optim::SGDOptions, Options>) {
     options.momentum(0.9);
@@ -56,7 +56,7 @@ Options options_with(double lr) {
 }
 
 template <class State>
-std::vector<torch::Tensor*> tensors_of(State& state) {
+std::vector<torch::Tensor*> get_tensors(State& state) {
   if constexpr (std::is_base_of_v<torch::optim::SGDParamState, State>) {
     return {&state.momentum_buffer()};
   } else {
@@ -64,12 +64,12 @@ std::vector<torch::Tensor*> tensors_of(State& state) {
   }
 }
 
-torch::Tensor some_parameter(int seed) {
+torch::Tensor make_parameter(int seed) {
   torch::manual_seed(static_cast<uint64_t>(seed));
   return torch::randn({13, 3}, torch::kDouble).requires_grad_();
 }
 
-void step_with_the_same_gradient(torch::optim::Optimizer& ours, torch::optim::Optimizer& theirs) {
+void step_with_same_gradient(torch::optim::Optimizer& ours, torch::optim::Optimizer& theirs) {
   for (std::size_t group = 0; group < ours.param_groups().size(); ++group) {
     const auto& left = ours.param_groups()[group].params();
     const auto& right = theirs.param_groups()[group].params();
@@ -83,36 +83,36 @@ void step_with_the_same_gradient(torch::optim::Optimizer& ours, torch::optim::Op
 }
 
 template <class Kind>
-class LibtorchIdioms : public testing::Test {
+class TorchCompatibility : public testing::Test {
  protected:
-  static auto& options_of(torch::optim::Optimizer& optimizer, std::size_t group = 0) {
+  static auto& get_options(torch::optim::Optimizer& optimizer, std::size_t group = 0) {
     return static_cast<typename Kind::Options&>(optimizer.param_groups()[group].options());
   }
 
   void step(int steps = 1) {
-    for (int i = 0; i < steps; ++i) step_with_the_same_gradient(ours_, theirs_);
+    for (int i = 0; i < steps; ++i) step_with_same_gradient(ours_, theirs_);
   }
 
   double difference() const {
     return (our_parameter_ - their_parameter_).abs().max().template item<double>();
   }
 
-  torch::Tensor our_parameter_ = some_parameter(1);
-  torch::Tensor their_parameter_ = some_parameter(1);
-  typename Kind::Ours ours_{{our_parameter_}, options_with<typename Kind::Options>(1e-2)};
-  typename Kind::Theirs theirs_{{their_parameter_}, options_with<typename Kind::Options>(1e-2)};
+  torch::Tensor our_parameter_ = make_parameter(1);
+  torch::Tensor their_parameter_ = make_parameter(1);
+  typename Kind::Ours ours_{{our_parameter_}, make_options<typename Kind::Options>(1e-2)};
+  typename Kind::Theirs theirs_{{their_parameter_}, make_options<typename Kind::Options>(1e-2)};
 };
 
-using AllNames =
-    testing::Types<Names<mezzo::optim::Adam, mezzo::optim::AdamParamState, torch::optim::Adam,
-                         torch::optim::AdamOptions, torch::optim::AdamParamState>,
-                   Names<mezzo::optim::AdamW, mezzo::optim::AdamWParamState, torch::optim::AdamW,
-                         torch::optim::AdamWOptions, torch::optim::AdamWParamState>,
-                   Names<mezzo::optim::SGD, mezzo::optim::SGDParamState, torch::optim::SGD,
-                         torch::optim::SGDOptions, torch::optim::SGDParamState>>;
-TYPED_TEST_SUITE(LibtorchIdioms, AllNames);
+using AllOptimizers = testing::Types<
+    OptimizerTypes<mezzo::optim::Adam, mezzo::optim::AdamParamState, torch::optim::Adam,
+                   torch::optim::AdamOptions, torch::optim::AdamParamState>,
+    OptimizerTypes<mezzo::optim::AdamW, mezzo::optim::AdamWParamState, torch::optim::AdamW,
+                   torch::optim::AdamWOptions, torch::optim::AdamWParamState>,
+    OptimizerTypes<mezzo::optim::SGD, mezzo::optim::SGDParamState, torch::optim::SGD,
+                   torch::optim::SGDOptions, torch::optim::SGDParamState>>;
+TYPED_TEST_SUITE(TorchCompatibility, AllOptimizers);
 
-TYPED_TEST(LibtorchIdioms, ARateThatIsSetByAStaticCastIsTaken) {
+TYPED_TEST(TorchCompatibility, LrSetByStaticCastApplies) {
   for (int i = 0; i < 4; ++i) {
     for (torch::optim::Optimizer* optimizer :
          {static_cast<torch::optim::Optimizer*>(&this->ours_),
@@ -131,14 +131,14 @@ TYPED_TEST(LibtorchIdioms, ARateThatIsSetByAStaticCastIsTaken) {
   EXPECT_LT(this->difference(), 1e-12);
 }
 
-TYPED_TEST(LibtorchIdioms, DefaultsAreThoseOfGroupsToCome) {
+TYPED_TEST(TorchCompatibility, DefaultsApplyToLaterGroups) {
   static_cast<typename TypeParam::Options&>(this->ours_.defaults()).lr(0.5);
-  this->ours_.add_param_group(OptimizerParamGroup(std::vector<torch::Tensor>{some_parameter(2)}));
-  EXPECT_EQ(this->options_of(this->ours_, 1).lr(), 0.5);
-  EXPECT_EQ(this->options_of(this->ours_, 0).lr(), 1e-2);
+  this->ours_.add_param_group(OptimizerParamGroup(std::vector<torch::Tensor>{make_parameter(2)}));
+  EXPECT_EQ(this->get_options(this->ours_, 1).lr(), 0.5);
+  EXPECT_EQ(this->get_options(this->ours_, 0).lr(), 1e-2);
 }
 
-TYPED_TEST(LibtorchIdioms, LibtorchsSchedulersSetTheRate) {
+TYPED_TEST(TorchCompatibility, TorchSchedulersSetLr) {
   using Plateau = torch::optim::ReduceLROnPlateauScheduler;
   torch::optim::StepLR our_steps(this->ours_, /*step_size=*/2, /*gamma=*/0.1);
   torch::optim::StepLR their_steps(this->theirs_, 2, 0.1);
@@ -151,26 +151,26 @@ TYPED_TEST(LibtorchIdioms, LibtorchsSchedulersSetTheRate) {
     our_plateau.step(1.0F);
     their_plateau.step(1.0F);
   }
-  EXPECT_LT(this->options_of(this->ours_).lr(), 1e-4);
-  EXPECT_EQ(this->options_of(this->ours_).lr(), this->options_of(this->theirs_).lr());
+  EXPECT_LT(this->get_options(this->ours_).lr(), 1e-4);
+  EXPECT_EQ(this->get_options(this->ours_).lr(), this->get_options(this->theirs_).lr());
   EXPECT_LT(this->difference(), 1e-12);
 }
 
-TYPED_TEST(LibtorchIdioms, GroupsHaveTheirOwnOptionsAndInheritWhatALibtorchsDoes) {
+TYPED_TEST(TorchCompatibility, GroupsInheritOptionsLikeTorch) {
   using Options = typename TypeParam::Options;
   const auto add = [](torch::optim::Optimizer& optimizer, int seed, auto options) {
     optimizer.add_param_group(
-        OptimizerParamGroup({some_parameter(seed)}, std::make_unique<decltype(options)>(options)));
+        OptimizerParamGroup({make_parameter(seed)}, std::make_unique<decltype(options)>(options)));
   };
   for (const int seed : {2, 3}) {
     add(this->theirs_, seed, Options(seed * 1e-2));
     add(this->ours_, seed, Options(seed * 1e-2));
   }
-  EXPECT_TRUE(this->options_of(this->ours_, 1) == this->options_of(this->theirs_, 1));
-  auto& plain = this->options_of(this->ours_, 1);
+  EXPECT_TRUE(this->get_options(this->ours_, 1) == this->get_options(this->theirs_, 1));
+  auto& plain = this->get_options(this->ours_, 1);
   this->step(2);
-  plain.lr(7e-2);  // the reference is to what the optimizer reads
-  this->options_of(this->theirs_, 1).lr(7e-2);
+  plain.lr(7e-2);  // a reference to the optimizer's options
+  this->get_options(this->theirs_, 1).lr(7e-2);
   this->step(2);
   for (std::size_t group = 0; group < 3; ++group) {
     EXPECT_TRUE(torch::allclose(this->ours_.param_groups()[group].params()[0],
@@ -182,15 +182,15 @@ TYPED_TEST(LibtorchIdioms, GroupsHaveTheirOwnOptionsAndInheritWhatALibtorchsDoes
   torch::save(this->theirs_, their_file);
   torch::load(this->ours_, their_file);
   torch::load(this->theirs_, our_file);
-  EXPECT_EQ(&this->options_of(this->ours_, 1), &plain);
+  EXPECT_EQ(&this->get_options(this->ours_, 1), &plain);
   this->step(1);
   EXPECT_TRUE(torch::allclose(this->ours_.param_groups()[1].params()[0],
                               this->theirs_.param_groups()[1].params()[0], 0, 1e-12));
 }
 
-TYPED_TEST(LibtorchIdioms, AFileBringsItsStorageAndSeedAndKeepsReferencesToOptions) {
+TYPED_TEST(TorchCompatibility, LoadPreservesOptionReferences) {
   using Options = typename TypeParam::Options;
-  const auto parameter = some_parameter(1);
+  const auto parameter = make_parameter(1);
   constexpr mezzo::optim::WeightStorageOptions kWeights{
       .weight_storage = WeightStorage::fp32_master, .seed = 0xFFFFFFFFFFFFFFF1U};
   std::stringstream file;
@@ -204,10 +204,10 @@ TYPED_TEST(LibtorchIdioms, AFileBringsItsStorageAndSeedAndKeepsReferencesToOptio
   EXPECT_TRUE(optimizer.state().empty());
 }
 
-TYPED_TEST(LibtorchIdioms, AnIllegalOptionIsNamedBeforeAnythingIsWritten) {
+TYPED_TEST(TorchCompatibility, ThrowsForInvalidOptionBeforeWriting) {
   this->step();
   const auto before = this->our_parameter_.detach().clone();
-  this->options_of(this->ours_).lr(std::numeric_limits<double>::quiet_NaN());
+  this->get_options(this->ours_).lr(std::numeric_limits<double>::quiet_NaN());
   EXPECT_THAT([&] { this->ours_.step(); }, ThrowsMessage<c10::Error>(HasSubstr("lr is")));
   EXPECT_TRUE(torch::equal(this->our_parameter_, before));
   std::stringstream file;
@@ -216,15 +216,15 @@ TYPED_TEST(LibtorchIdioms, AnIllegalOptionIsNamedBeforeAnythingIsWritten) {
   EXPECT_TRUE(file.str().empty());
 }
 
-TYPED_TEST(LibtorchIdioms, StateIsReadThroughLibtorchsClass) {
+TYPED_TEST(TorchCompatibility, StateReadableThroughTorchClass) {
   this->step(3);
   auto& ours = get_param_state<typename TypeParam::State>(this->ours_, this->our_parameter_);
   auto& theirs = get_param_state<typename TypeParam::State>(this->theirs_, this->their_parameter_);
   EXPECT_NE(dynamic_cast<typename TypeParam::State*>(
                 this->ours_.state().at(this->our_parameter_.unsafeGetTensorImpl()).get()),
             nullptr);
-  const auto our_tensors = tensors_of(ours);
-  const auto their_tensors = tensors_of(theirs);
+  const auto our_tensors = get_tensors(ours);
+  const auto their_tensors = get_tensors(theirs);
   for (std::size_t i = 0; i < our_tensors.size(); ++i) {
     ASSERT_TRUE(our_tensors[i]->defined());
     EXPECT_TRUE(torch::allclose(*our_tensors[i], *their_tensors[i], 1e-12, 0));
@@ -234,27 +234,29 @@ TYPED_TEST(LibtorchIdioms, StateIsReadThroughLibtorchsClass) {
   }
 }
 
-TYPED_TEST(LibtorchIdioms, StateIsWrittenThroughLibtorchsClass) {
-  const auto on_both = [&](auto&& change) {
+TYPED_TEST(TorchCompatibility, StateWritableThroughTorchClass) {
+  const auto change_both = [&](auto&& change) {
     change(get_param_state<typename TypeParam::State>(this->ours_, this->our_parameter_));
     change(get_param_state<typename TypeParam::State>(this->theirs_, this->their_parameter_));
     this->step();
     EXPECT_LT(this->difference(), 1e-12);
   };
   this->step(3);
-  on_both([](auto& state) { tensors_of(state)[0]->zero_(); });
-  on_both([](auto& state) { *tensors_of(state)[0] = torch::full({13, 3}, 0.5, torch::kDouble); });
+  change_both([](auto& state) { get_tensors(state)[0]->zero_(); });
+  change_both([](auto& state) {
+    *get_tensors(state)[0] = torch::full({13, 3}, 0.5, torch::kDouble);
+  });
   if constexpr (requires(typename TypeParam::State state) { state.step(); }) {
-    on_both([](auto& state) { state.step(0); });
+    change_both([](auto& state) { state.step(0); });
     EXPECT_EQ(
         get_param_state<typename TypeParam::OurState>(this->ours_, this->our_parameter_).step(), 1);
   }
 }
 
-TYPED_TEST(LibtorchIdioms, ClonesOfStatesKeepAllOfThem) {
+TYPED_TEST(TorchCompatibility, StateClonesAreComplete) {
   typename TypeParam::OurState state;
   state.step(3).master(torch::ones({2}));
-  for (torch::Tensor* tensor : tensors_of(state)) *tensor = torch::ones({2});
+  for (torch::Tensor* tensor : get_tensors(state)) *tensor = torch::ones({2});
   const typename TypeParam::State& as_theirs = state;
   const auto clone = static_cast<const torch::optim::OptimizerParamState&>(as_theirs).clone();
   const auto& copy = dynamic_cast<const typename TypeParam::OurState&>(*clone);
@@ -262,7 +264,7 @@ TYPED_TEST(LibtorchIdioms, ClonesOfStatesKeepAllOfThem) {
   EXPECT_TRUE(copy.master().defined());
 }
 
-TYPED_TEST(LibtorchIdioms, CopiesOfStatesCountAlone) {
+TYPED_TEST(TorchCompatibility, StateCopiesCountIndependently) {
   typename TypeParam::OurState state;
   state.step_count().move_to(torch::full({}, 3.0F));
   const auto clone = state.clone();
@@ -276,7 +278,7 @@ TYPED_TEST(LibtorchIdioms, CopiesOfStatesCountAlone) {
   EXPECT_EQ(assigned.step(), 9);
 }
 
-TEST(OptionsOfMezzo, AreEqualWhereAllOfThemAreThoughLibtorchHasNoSuchOptimizer) {
+TEST(MezzoOptions, EqualityComparesAllOptions) {
   using mezzo::optim::LAMBOptions;
   using mezzo::optim::LionOptions;
   EXPECT_TRUE(LAMBOptions(0.5) == LAMBOptions(0.5));
@@ -285,10 +287,10 @@ TEST(OptionsOfMezzo, AreEqualWhereAllOfThemAreThoughLibtorchHasNoSuchOptimizer) 
   EXPECT_FALSE(LionOptions(0.5) == LionOptions(0.25));
 }
 
-TEST(OptionsOfMezzo, OfAGroupCountThoughLibtorchHasNoSuchOptimizer) {
+TEST(MezzoOptions, GroupOptionsApply) {
   const auto options = mezzo::optim::LionOptions(0.5).weight_decay(0.1);
   const auto group = [&options](int seed) {
-    return OptimizerParamGroup({some_parameter(seed)},
+    return OptimizerParamGroup({make_parameter(seed)},
                                std::make_unique<mezzo::optim::LionOptions>(options));
   };
   mezzo::optim::Lion optimizer(std::vector{group(1)}, mezzo::optim::LionOptions(1e-3));
@@ -298,21 +300,20 @@ TEST(OptionsOfMezzo, OfAGroupCountThoughLibtorchHasNoSuchOptimizer) {
   }
 }
 
-TEST(OptionsOfMezzo, AreNotTakenFromAnotherOptimizer) {
-  mezzo::optim::AdamW optimizer({some_parameter(1)});
-  const OptimizerParamGroup of_another({some_parameter(2)},
-                                       std::make_unique<torch::optim::AdamOptions>(1e-3));
+TEST(MezzoOptions, ThrowForOtherOptimizersOptions) {
+  mezzo::optim::AdamW optimizer({make_parameter(1)});
+  const OptimizerParamGroup other_group({make_parameter(2)},
+                                        std::make_unique<torch::optim::AdamOptions>(1e-3));
   const auto names_it = ThrowsMessage<c10::Error>(HasSubstr("not mezzo::optim::AdamWOptions"));
-  EXPECT_THAT([&] { optimizer.add_param_group(of_another); }, names_it);
-#if TORCH_VERSION_MINOR < 12  // newer ones make options of the optimizer's class
-  static_cast<torch::optim::Optimizer&>(optimizer).add_param_group(of_another);
+  EXPECT_THAT([&] { optimizer.add_param_group(other_group); }, names_it);
+#if TORCH_VERSION_MINOR < 12  // newer versions construct options of the optimizer's class
+  static_cast<torch::optim::Optimizer&>(optimizer).add_param_group(other_group);
   EXPECT_THAT([&] { optimizer.step(); }, names_it);
 #endif
 }
 
-// The count that libtorch's class shows while a device counts is no plausible one, and one that is
-// set there is told from it.
-TEST(StatesOfMezzo, WriteAStepToWhereTheDeviceCounts) {
+// torch's `step()` is -1 while a device counts, so that a value set through it is recognized.
+TEST(FusedParamState, StepSetterWritesDeviceCount) {
   mezzo::optim::AdamWParamState state;
   torch::optim::AdamWParamState& as_theirs = state;
   const auto on_device = torch::full({}, 5.0F);
@@ -333,8 +334,8 @@ TEST(StatesOfMezzo, WriteAStepToWhereTheDeviceCounts) {
               ThrowsMessage<c10::Error>(HasSubstr("has step -3")));
 }
 
-TEST(StatesOfMezzo, AreRefusedWithANegativeStep) {
-  const auto parameter = some_parameter(1);
+TEST(FusedParamState, ThrowsForNegativeStep) {
+  const auto parameter = make_parameter(1);
   mezzo::optim::AdamW optimizer({parameter});
   parameter.mutable_grad() = torch::ones_like(parameter);
   optimizer.step();
@@ -344,9 +345,9 @@ TEST(StatesOfMezzo, AreRefusedWithANegativeStep) {
   EXPECT_TRUE(torch::equal(parameter, before));
 }
 
-// --- The same answers, and files that go both ways.
+// --- Equal results, and archives in both directions.
 
-/// Parameters of several shapes, and a second set of equal values, which get the same gradients.
+/// Two sets of parameters of several shapes with equal values and gradients.
 struct Twins {
   explicit Twins(torch::ScalarType dtype) {
     torch::manual_seed(1);
@@ -382,8 +383,9 @@ struct Twins {
 };
 
 template <class Ours, class Theirs, class Options>
-void expect_torchs_answers(const Options& options) {
-  const test_support::WarningRecorder warnings;  // a file of torch::optim::SGD lacks a count
+void expect_parity(const Options& options) {
+  const test_support::WarningRecorder
+      warnings;  // an archive of torch::optim::SGD has no step count
   for (const auto& [dtype, tolerance] :
        {std::pair(torch::kFloat, 2e-5), std::pair(torch::kDouble, 1e-13)}) {
     SCOPED_TRACE(dtype);
@@ -395,44 +397,43 @@ void expect_torchs_answers(const Options& options) {
     std::stringstream our_file, their_file;
     torch::save(ours, our_file);
     torch::save(theirs, their_file);
-    Ours of_their_file(twins.ours, Options(7.0));
-    Theirs of_our_file(twins.theirs, Options(7.0));
-    torch::load(of_their_file, their_file);
-    torch::load(of_our_file, our_file);
-    twins.step(of_their_file, of_our_file, 3);
+    Ours loaded_from_torch(twins.ours, Options(7.0));
+    Theirs loaded_from_mezzo(twins.theirs, Options(7.0));
+    torch::load(loaded_from_torch, their_file);
+    torch::load(loaded_from_mezzo, our_file);
+    twins.step(loaded_from_torch, loaded_from_mezzo, 3);
     EXPECT_LT(twins.difference(), tolerance);
   }
 }
 
-TEST(TorchsAnswers, AreAdamWs) {
+TEST(TorchOptimizerParity, AdamW) {
   const auto options = AdamWOptions(1e-2).weight_decay(0.1).betas({0.8, 0.95}).eps(1e-6);
   for (const bool amsgrad : {false, true}) {
-    expect_torchs_answers<mezzo::optim::AdamW, torch::optim::AdamW>(
-        AdamWOptions(options).amsgrad(amsgrad));
+    expect_parity<mezzo::optim::AdamW, torch::optim::AdamW>(AdamWOptions(options).amsgrad(amsgrad));
   }
 }
 
-TEST(TorchsAnswers, AreAdams) {
+TEST(TorchOptimizerParity, Adam) {
   for (const double weight_decay : {0.0, 0.1}) {
     for (const bool amsgrad : {false, true}) {
-      expect_torchs_answers<mezzo::optim::Adam, torch::optim::Adam>(
+      expect_parity<mezzo::optim::Adam, torch::optim::Adam>(
           AdamOptions(1e-2).weight_decay(weight_decay).amsgrad(amsgrad));
     }
   }
 }
 
-TEST(TorchsAnswers, AreSgds) {
+TEST(TorchOptimizerParity, SGD) {
   for (const SGDOptions& options :
        {SGDOptions(1e-2), SGDOptions(1e-2).weight_decay(0.1), SGDOptions(1e-2).momentum(0.9),
         SGDOptions(1e-2).momentum(0.9).dampening(0.5),
         SGDOptions(1e-2).momentum(0.9).weight_decay(0.1),
         SGDOptions(1e-2).momentum(0.9).nesterov(true),
         SGDOptions(1e-2).momentum(0.8).weight_decay(0.1).nesterov(true)}) {
-    expect_torchs_answers<mezzo::optim::SGD, torch::optim::SGD>(options);
+    expect_parity<mezzo::optim::SGD, torch::optim::SGD>(options);
   }
 }
 
-TEST(SGD, RemembersNothingWithoutMomentum) {
+TEST(SGD, KeepsNoStateWithoutMomentum) {
   const auto x = torch::ones({3});
   x.mutable_grad() = torch::ones({3});
   mezzo::optim::SGD optimizer({x}, SGDOptions(0.5));
@@ -441,7 +442,7 @@ TEST(SGD, RemembersNothingWithoutMomentum) {
   EXPECT_TRUE(optimizer.state().empty());
 }
 
-TEST(SGD, BeginsABufferAsTorchDoesWhenMomentumIsTurnedOnLater) {
+TEST(SGD, LateMomentumInitializesBufferLikeTorch) {
   const Twins twins(torch::kDouble);
   mezzo::optim::SGD ours(twins.ours, SGDOptions(1e-2));
   torch::optim::SGD theirs(twins.theirs, SGDOptions(1e-2));
