@@ -24,7 +24,7 @@
 #include <utility>
 #include <vector>
 
-#include "distributed/mpi_backend.h"
+#include "distributed/blocking_mpi_backend.h"
 #include "encoder.h"
 #include "interleaved.h"
 

@@ -518,7 +518,7 @@ TEST(CheckpointFaultInjection, NextWriterRemovesStaleTemporaries) {
              in_use = temp_dir.path() / ".best.pt.1.tmp",
              other = temp_dir.path() / ".last.pt.0.tmp";
   for (const auto& path : {left, of_0_2, in_use, other})
-    write_file(path, "half of somebody else's");
+    write_file(path, "partial data of another file");
   const int writer = ::open(in_use.c_str(), O_RDWR);
   ASSERT_EQ(::flock(writer, LOCK_EX), 0);
   Training run;
@@ -640,8 +640,8 @@ TEST(CheckpointKills, KillInAnySyscallLeavesIntactCheckpoint) {
 
 /// 10 rounds (1 s), or MEZZO_KILL_ROUNDS.
 TEST(CheckpointKills, RandomKillsLeaveMonotonicIntactCheckpoints) {
-  const char* const wanted = std::getenv("MEZZO_KILL_ROUNDS");
-  const int rounds = wanted == nullptr ? 10 : std::atoi(wanted);
+  const char* const kill_rounds = std::getenv("MEZZO_KILL_ROUNDS");
+  const int rounds = kill_rounds == nullptr ? 10 : std::atoi(kill_rounds);
   const TempDir temp_dir;
   Training run(kLarge);
   {

@@ -137,13 +137,13 @@ TEST(CheckpointFromPython, LoadsNumbersAndStrings) {
 TEST(CheckpointFromPython, MismatchThrowsWithoutChanges) {
   auto model = python_model();
   const auto error = [&](auto optimizer, const std::string& name) {
-    std::string words = message_of([&] {
+    std::string message = message_of([&] {
       mezzo::load_checkpoint(python_file(), TrainingState().add(name, optimizer),
                              {.ignore_unexpected = true});
     });
     EXPECT_TRUE(optimizer.state().empty());
     EXPECT_EQ(optimizer.param_groups()[0].options().get_lr(), 0.5);
-    return words;
+    return message;
   };
   using torch::optim::AdamW;
   EXPECT_THAT(error(AdamW(model->parameters(), 0.5), "adamw_optimizer"),

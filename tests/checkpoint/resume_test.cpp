@@ -109,7 +109,7 @@ void expect_bitwise_resume(at::ScalarType dtype, MakeOptimizer make_optimizer) {
 
   torch::manual_seed(2);
   InterruptedTraining<Optimizer> resumed(dtype, make_optimizer);
-  resumed.step();  // has state of its own, which must leave no trace
+  resumed.step();  // its state must be replaced completely
   const auto loaded = CheckpointManager(temp_dir.path()).load_latest(resumed.state);
   ASSERT_TRUE(loaded);
   EXPECT_EQ(loaded->step, 9);

@@ -388,10 +388,10 @@ TEST(TrainingState, ThrowingObjectReportsPartialLoad) {
 TEST(TrainingState, InvalidMezzoStateThrowsBeforeLoading) {
   int64_t epoch = 1;
   const auto error = [&epoch](auto& saved, auto& loaded) {
-    const std::string words = error_between(TrainingState().add("epoch", epoch).add("x", saved),
-                                            TrainingState().add("epoch", epoch).add("x", loaded));
-    EXPECT_THAT(words, AllOf(HasSubstr("cannot load \"x\""), HasSubstr("nothing was loaded")));
-    return words;
+    const std::string message = error_between(TrainingState().add("epoch", epoch).add("x", saved),
+                                              TrainingState().add("epoch", epoch).add("x", loaded));
+    EXPECT_THAT(message, AllOf(HasSubstr("cannot load \"x\""), HasSubstr("nothing was loaded")));
+    return message;
   };
   mezzo::GradScaler disabled({.enabled = false}), scaler;
   EXPECT_THAT(error(disabled, scaler), HasSubstr("The source state dict is empty"));
@@ -410,24 +410,24 @@ TEST(TrainingState, InvalidMezzoStateThrowsBeforeLoading) {
 struct Lists {
   std::vector<int64_t> whole;
   std::vector<double> real;
-  std::vector<std::string> words;
+  std::vector<std::string> strings;
 
   friend torch::serialize::OutputArchive& operator<<(torch::serialize::OutputArchive& archive,
                                                      const Lists& lists) {
     archive.write("whole", c10::IValue(lists.whole));
     archive.write("real", c10::IValue(lists.real));
-    archive.write("words", c10::IValue(lists.words));
+    archive.write("strings", c10::IValue(lists.strings));
     return archive;
   }
   friend torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive& archive,
                                                     Lists& lists) {
-    c10::IValue whole, real, words;
+    c10::IValue whole, real, strings;
     archive.read("whole", whole);
     archive.read("real", real);
-    archive.read("words", words);
+    archive.read("strings", strings);
     lists.whole = whole.toIntVector();
     lists.real = real.toDoubleVector();
-    lists.words = words.to<std::vector<std::string>>();
+    lists.strings = strings.to<std::vector<std::string>>();
     return archive;
   }
 };
@@ -441,7 +441,7 @@ TEST(TrainingState, RoundTripsListsIncludingEmpty) {
     mezzo::load_checkpoint(file, TrainingState().add("lists", loaded));
     EXPECT_EQ(loaded.whole, saved.whole);
     EXPECT_EQ(loaded.real, saved.real);
-    EXPECT_EQ(loaded.words, saved.words);
+    EXPECT_EQ(loaded.strings, saved.strings);
   }
 }
 

@@ -314,7 +314,7 @@ TEST_F(MpiBackendTest, ReportsInvalidArgumentsAtTheCall) {
   EXPECT_THAT(
       message_of([&] { all_gather(world, at::zeros({3 * size}, at::kHalf), three)->wait(); }),
       HasSubstr("of the dtype of `input`"));
-  world->barrier()->wait();  // and the ranks are still in step
+  world->barrier()->wait();  // the backend remains usable
 }
 
 TEST(MpiBackend, ThrowsForNonPositiveTimeout) {
@@ -348,12 +348,12 @@ TEST(MpiBackend, MismatchedCollectivesThrowOnAllRanks) {
   const std::string other = "rank " + std::to_string(last) + " called ";
   const at::Tensor tensor = torch::ones({10});
 
-  const auto expect_error = [&](auto of_the_last, auto of_the_others, const std::string& words) {
+  const auto expect_error = [&](auto of_the_last, auto of_the_others, const std::string& call) {
     EXPECT_THAT(message_of([&] {
                   WorkPtr request = world->getRank() == last ? of_the_last() : of_the_others();
                   request->wait();
                 }),
-                AllOf(HasSubstr(self), HasSubstr(other + words)));
+                AllOf(HasSubstr(self), HasSubstr(other + call)));
   };
   const auto sum = [&] { return all_reduce(world, tensor, c10d::ReduceOp::SUM); };
   expect_error([&] { return broadcast(world, tensor, 0); }, sum,

@@ -34,10 +34,10 @@ TEST(BroadcastParameters, CopiesRank0ToAllRanks) {
   const TensorsByName tensors = some_tensors();
   mezzo::broadcast_parameters(tensors, world);
   torch::manual_seed(0);
-  const TensorsByName wanted = some_tensors();
+  const TensorsByName expected = some_tensors();
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     if (!tensors[i].second.defined()) continue;
-    EXPECT_TRUE(at::equal(tensors[i].second, wanted[i].second)) << tensors[i].first;
+    EXPECT_TRUE(at::equal(tensors[i].second, expected[i].second)) << tensors[i].first;
   }
   EXPECT_TRUE(tensors[0].second.is_leaf() && tensors[0].second.requires_grad());
 }
@@ -46,14 +46,14 @@ TEST(BroadcastParameters, DifferentModelThrowsWithoutWriting) {
   const BackendPtr world = make_world_backend();
   if (world->getSize() == 1) GTEST_SKIP() << "one rank agrees with itself";
   const int last = world->getSize() - 1;
-  const auto expect_error = [&](const TensorsByName& of_the_last, const std::string& its_words,
-                                const std::string& the_roots_words) {
+  const auto expect_error = [&](const TensorsByName& of_the_last, const std::string& line,
+                                const std::string& root_line) {
     TensorsByName tensors = {{"a", torch::full({2, 3}, 7.F)}, {"b", torch::zeros({4})}};
     if (world->getRank() == last) tensors = of_the_last;
     EXPECT_THAT(message_of([&] { mezzo::broadcast_parameters(tensors, world); }),
                 AllOf(HasSubstr("broadcast_parameters: "),
-                      HasSubstr("rank " + std::to_string(last) + " has \"" + its_words +
-                                "\" where rank 0 has \"" + the_roots_words + "\"")));
+                      HasSubstr("rank " + std::to_string(last) + " has \"" + line +
+                                "\" where rank 0 has \"" + root_line + "\"")));
     if (!tensors.empty()) {
       EXPECT_EQ(tensors[0].second.flatten()[0].item<float>(), world->getRank() == last ? 1.F : 7.F);
     }

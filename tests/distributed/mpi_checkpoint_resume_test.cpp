@@ -132,7 +132,7 @@ void expect_bitwise_resume() {
   std::vector<std::string> warnings;
   RankTraining<Way> resumed(world, 2);
   resumed.scaler.on_skip(nullptr);
-  resumed.step();  // has state of its own, which must leave no trace
+  resumed.step();  // its state must be replaced completely
   const auto loaded =
       DistributedCheckpointManager(directory.path(), world, record_warnings(warnings))
           .load_latest(resumed.state);

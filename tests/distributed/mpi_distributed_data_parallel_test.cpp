@@ -136,12 +136,12 @@ TEST(MpiDistributedDataParallel, SubgroupsTrainIndependentModels) {
 
 TEST(MpiDistributedDataParallel, BroadcastsInitialWeightsAndBuffers) {
   const BackendPtr world = make_world_backend();
-  Replicated model(world->getRank()), wanted(0);
+  Replicated model(world->getRank()), expected(0);
   model->norm->running_mean.fill_(world->getRank());
   model->norm->num_batches_tracked.fill_(world->getRank());
   const DistributedDataParallel ddp(model, world);
   for (const auto& item : model->named_parameters()) {
-    EXPECT_TRUE(at::equal(item.value(), wanted->named_parameters()[item.key()])) << item.key();
+    EXPECT_TRUE(at::equal(item.value(), expected->named_parameters()[item.key()])) << item.key();
   }
   EXPECT_TRUE(at::equal(model->norm->running_mean, torch::zeros({12})));
   EXPECT_EQ(model->norm->num_batches_tracked.item<int>(), 0);

@@ -127,7 +127,7 @@ TEST(GradReducer, BackwardThrowsAfterFailedBackward) {
   EXPECT_THAT(message_of([&] { model->out->forward(hidden).sum().backward(); }),
               testing::HasSubstr("on purpose"));
   all_reduce.buckets().zero_grad();
-  if (world->getSize() == 1) return;  // one rank is in step with itself
+  if (world->getSize() == 1) return;  // a single rank cannot be out of sync
   EXPECT_THAT(message_of([&] { compute_loss(model, batch, 0).backward(); }),
               testing::HasSubstr("an earlier backward pass threw"));
 }

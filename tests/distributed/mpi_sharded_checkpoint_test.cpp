@@ -71,39 +71,39 @@ Saved train_single_process(Model model, const Options& options,
   return files;
 }
 
-/// Trains on the first `size` ranks as train_single_process, expects the weights of `wanted`, and
+/// Trains on the first `size` ranks as train_single_process, expects the weights of `expected`, and
 /// returns rank 0's archives.
 template <class Optimizer, class Options>
 Saved train_on_ranks(int size, const Options& options, const WeightStorageOptions& weights,
-                     Model wanted) {
+                     Model expected) {
   const RankSubset group(size);
   Saved files;
   if (group.contains_this_rank()) {
-    Model model(wanted->out->bias.scalar_type());
+    Model model(expected->out->bias.scalar_type());
     ShardedOptimizer<Optimizer> optimizer(model->parameters(), group.backend(), options,
                                           kSmallBuckets, weights);
     train(model, optimizer, 0, 3);
     files = {save_to_string(model), save_to_string(optimizer)};
     train(model, optimizer, 3, 5);
-    single_process_reference::expect_equal(model, wanted, "saving changes nothing");
+    single_process_reference::expect_equal(model, expected, "saving changes nothing");
   }
   return {broadcast_from_rank0(files.model), broadcast_from_rank0(files.optimizer)};
 }
 
-/// Resumes from the saved step, and expects the weights of `wanted`.
+/// Resumes from the saved step, and expects the weights of `expected`.
 template <class Optimizer>
-void expect_to_go_on(const Saved& file, Model model, Optimizer& optimizer, Model wanted,
-                     const std::string& who) {
+void expect_bitwise_resume(const Saved& file, Model model, Optimizer& optimizer, Model expected,
+                           const std::string& who) {
   load_from_string(model, file.model);
   load_from_string(optimizer, file.optimizer);
   EXPECT_EQ(optimizer.applied_steps(), 3) << who;
   train(model, optimizer, 3, 5);
-  single_process_reference::expect_equal(model, wanted, who + " goes on");
+  single_process_reference::expect_equal(model, expected, who + " resumes");
 }
 
 template <class Optimizer, class Options>
-void expect_to_go_on_anywhere(const Options& options, at::ScalarType dtype,
-                              const WeightStorageOptions& weights = {}) {
+void expect_bitwise_resume_anywhere(const Options& options, at::ScalarType dtype,
+                                    const WeightStorageOptions& weights = {}) {
   Model alone(dtype);
   std::vector<Saved> files{train_single_process<Optimizer>(alone, options, weights)};
   for (const int size : available_world_sizes())
@@ -111,7 +111,7 @@ void expect_to_go_on_anywhere(const Options& options, at::ScalarType dtype,
   for (const Saved& file : files) {
     Model unsharded(dtype);
     Optimizer optimizer(unsharded->parameters(), options, weights);
-    expect_to_go_on(file, unsharded, optimizer, alone, "an optimizer alone");
+    expect_bitwise_resume(file, unsharded, optimizer, alone, "an optimizer alone");
     for (const int size : available_world_sizes()) {
       const RankSubset group(size);
       if (!group.contains_this_rank()) continue;
@@ -119,22 +119,23 @@ void expect_to_go_on_anywhere(const Options& options, at::ScalarType dtype,
       ShardedOptimizer<Optimizer> sharded(model->parameters(), group.backend(), options,
                                           kSmallBuckets, weights);
       train(model, sharded, 0, 1);  // all of which the file replaces
-      expect_to_go_on(file, model, sharded, alone, "one of " + std::to_string(size) + " ranks");
+      expect_bitwise_resume(file, model, sharded, alone,
+                            "one of " + std::to_string(size) + " ranks");
     }
   }
 }
 
 TEST(ShardedOptimizerCheckpoint, AnyWorldSizeResumesBitwise) {
-  expect_to_go_on_anywhere<AdamW>(AdamWOptions(0.01).amsgrad(true), at::kFloat);
+  expect_bitwise_resume_anywhere<AdamW>(AdamWOptions(0.01).amsgrad(true), at::kFloat);
 }
 
 TEST(ShardedOptimizerCheckpoint, SavesMasterWeights) {
   using mezzo::optim::SGD;
   using mezzo::optim::SGDOptions;
-  expect_to_go_on_anywhere<AdamW>(AdamWOptions(0.01), at::kBFloat16,
-                                  {.weight_storage = WeightStorage::fp32_master});
-  expect_to_go_on_anywhere<SGD>(SGDOptions(0.01).momentum(0.9), at::kBFloat16,
-                                {.weight_storage = WeightStorage::split_master});
+  expect_bitwise_resume_anywhere<AdamW>(AdamWOptions(0.01), at::kBFloat16,
+                                        {.weight_storage = WeightStorage::fp32_master});
+  expect_bitwise_resume_anywhere<SGD>(SGDOptions(0.01).momentum(0.9), at::kBFloat16,
+                                      {.weight_storage = WeightStorage::split_master});
 }
 
 /// Returns null if the optimizer has no state of the parameter.
@@ -145,8 +146,9 @@ mezzo::optim::AdamWParamState* state_of(AdamW& optimizer, const at::Tensor& para
              : static_cast<mezzo::optim::AdamWParamState*>(found->second.get());
 }
 
-void expect_same_state(mezzo::optim::AdamWParamState& got, mezzo::optim::AdamWParamState& wanted) {
-  EXPECT_EQ(got.step(), wanted.step());
+void expect_same_state(mezzo::optim::AdamWParamState& got,
+                       mezzo::optim::AdamWParamState& expected) {
+  EXPECT_EQ(got.step(), expected.step());
   const auto expect_same = [](const at::Tensor& a, const at::Tensor& b) {
     ASSERT_EQ(a.defined(), b.defined());
     if (!a.defined()) return;
@@ -154,10 +156,10 @@ void expect_same_state(mezzo::optim::AdamWParamState& got, mezzo::optim::AdamWPa
     EXPECT_EQ(a.scalar_type(), b.scalar_type());
     EXPECT_EQ(a.strides(), b.strides());
   };
-  expect_same(got.exp_avg(), wanted.exp_avg());
-  expect_same(got.exp_avg_sq(), wanted.exp_avg_sq());
-  expect_same(got.max_exp_avg_sq(), wanted.max_exp_avg_sq());
-  expect_same(got.master(), wanted.master());
+  expect_same(got.exp_avg(), expected.exp_avg());
+  expect_same(got.exp_avg_sq(), expected.exp_avg_sq());
+  expect_same(got.max_exp_avg_sq(), expected.max_exp_avg_sq());
+  expect_same(got.master(), expected.master());
 }
 
 // The archive has the states of the unsharded optimizer, with the shapes, strides and dtypes of the
@@ -185,9 +187,9 @@ TEST(ShardedOptimizerCheckpoint, ArchiveMatchesUnshardedOptimizer) {
     for (std::size_t i = 0; i < alone->parameters().size(); ++i) {
       const testing::ScopedTrace trace(__FILE__, __LINE__, i);
       auto* const got = state_of(loaded, other->parameters()[i]);
-      auto* const wanted = state_of(whole, alone->parameters()[i]);
-      ASSERT_EQ(got == nullptr, wanted == nullptr);
-      if (got != nullptr) expect_same_state(*got, *wanted);
+      auto* const expected = state_of(whole, alone->parameters()[i]);
+      ASSERT_EQ(got == nullptr, expected == nullptr);
+      if (got != nullptr) expect_same_state(*got, *expected);
     }
   }
 }

@@ -136,11 +136,11 @@ TEST_F(SyncBatchNormTest, ResultIsUnchangedUnderAutocast) {
   const SplitBatch batch(even(world->getSize()), at::kFloat);
   SyncBatchNorm norm(BatchNormOptions(kChannels), world);
   const at::Tensor x = batch.part(batch.x, world->getRank());
-  const at::Tensor wanted = norm->forward(x);
+  const at::Tensor expected = norm->forward(x);
   const mezzo::AutocastGuard<torch::kCPU> autocast(
       {.op_overrides =
            mezzo::install_op_overrides(mezzo::OpOverrides().allow("aten::mul.Tensor"))});
-  EXPECT_TRUE(at::equal(norm->forward(x), wanted));
+  EXPECT_TRUE(at::equal(norm->forward(x), expected));
 }
 
 TEST_F(SyncBatchNormTest, AcceptsTwoDimensionalInput) {

@@ -74,7 +74,7 @@ using SmallDdp = DistributedDataParallel<SmallNet>;
 using HardTrain = std::function<void(SmallNet&, std::unique_ptr<SmallDdp>&, int ranks)>;
 
 void expect_same_as_alone(const HardTrain& train) {
-  std::vector<at::Tensor> wanted;
+  std::vector<at::Tensor> expected;
   for (const int ranks : {1, 2, 4}) {
     SmallNet net;
     auto ddp =
@@ -83,9 +83,9 @@ void expect_same_as_alone(const HardTrain& train) {
     train(net, ddp, ranks);
     std::vector<at::Tensor> got;
     for (const at::Tensor& parameter : net->parameters()) got.push_back(parameter.detach().clone());
-    if (wanted.empty()) wanted = got;
+    if (expected.empty()) expected = got;
     for (std::size_t i = 0; i < got.size(); ++i) {
-      EXPECT_TRUE(torch::equal(wanted[i], got[i])) << "parameter " << i << ", ranks " << ranks;
+      EXPECT_TRUE(torch::equal(expected[i], got[i])) << "parameter " << i << ", ranks " << ranks;
     }
   }
 }
@@ -162,7 +162,7 @@ TEST(ReducerReplacement, ThrowsForModelCastAfterConstruction) {
 }
 
 TEST(ReducerReplacement, LoadsWeightsInOtherMemoryFormat) {
-  std::vector<at::Tensor> wanted;
+  std::vector<at::Tensor> expected;
   for (const int ranks : {1, 2, 4}) {
     torch::manual_seed(5);
     torch::nn::Conv2d conv(torch::nn::Conv2dOptions(3, 4, 3));
@@ -179,8 +179,8 @@ TEST(ReducerReplacement, LoadsWeightsInOtherMemoryFormat) {
           .backward();
       optimizer.step();
     }
-    if (wanted.empty()) wanted = {conv->weight.detach().clone()};
-    EXPECT_TRUE(torch::allclose(wanted[0], conv->weight, 1e-6, 1e-7)) << ranks;
+    if (expected.empty()) expected = {conv->weight.detach().clone()};
+    EXPECT_TRUE(torch::allclose(expected[0], conv->weight, 1e-6, 1e-7)) << ranks;
   }
 }
 

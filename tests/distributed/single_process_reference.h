@@ -200,26 +200,26 @@ inline TrainingResult train_on_ranks(const TrainingConfig& config, const Backend
 /// `what` is printed on failure.
 inline void expect_equal(Model model, Model other, const std::string& what) {
   for (const auto& item : model->named_parameters()) {
-    const at::Tensor wanted = other->named_parameters()[item.key()];
-    EXPECT_TRUE(at::equal(item.value(), wanted))
-        << what << ": " << item.key() << (item.value() - wanted).abs().max();
+    const at::Tensor expected = other->named_parameters()[item.key()];
+    EXPECT_TRUE(at::equal(item.value(), expected))
+        << what << ": " << item.key() << (item.value() - expected).abs().max();
   }
 }
 
 inline void expect_close(Model model, Model other, double tolerance) {
   for (const auto& item : model->named_parameters()) {
-    const at::Tensor wanted = other->named_parameters()[item.key()];
-    EXPECT_TRUE(at::allclose(item.value(), wanted, tolerance, tolerance))
-        << item.key() << (item.value() - wanted).abs().max();
+    const at::Tensor expected = other->named_parameters()[item.key()];
+    EXPECT_TRUE(at::allclose(item.value(), expected, tolerance, tolerance))
+        << item.key() << (item.value() - expected).abs().max();
   }
 }
 
-inline void expect_close(const TrainingResult& result, const TrainingResult& wanted,
+inline void expect_close(const TrainingResult& result, const TrainingResult& expected,
                          double tolerance) {
-  expect_close(result.model, wanted.model, tolerance);
-  ASSERT_EQ(result.norms.size(), wanted.norms.size());
-  for (std::size_t i = 0; i < wanted.norms.size(); ++i) {
-    EXPECT_NEAR(result.norms[i], wanted.norms[i], tolerance * wanted.norms[i]);
+  expect_close(result.model, expected.model, tolerance);
+  ASSERT_EQ(result.norms.size(), expected.norms.size());
+  for (std::size_t i = 0; i < expected.norms.size(); ++i) {
+    EXPECT_NEAR(result.norms[i], expected.norms[i], tolerance * expected.norms[i]);
   }
 }
 

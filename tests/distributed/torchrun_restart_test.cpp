@@ -92,8 +92,8 @@ TEST_P(TorchrunRestart, RandomKillsEndBitwiseIdentical) {
   if (std::system((std::string(MEZZO_TORCHRUN) + " --help > /dev/null 2>&1").c_str()) != 0) {
     GTEST_SKIP() << "no working torchrun (pip install torch): " << MEZZO_TORCHRUN;
   }
-  const char* const wanted = std::getenv("MEZZO_KILL_ROUNDS");
-  const int kills = wanted == nullptr ? 3 : std::atoi(wanted);
+  const char* const kill_rounds = std::getenv("MEZZO_KILL_ROUNDS");
+  const int kills = kill_rounds == nullptr ? 3 : std::atoi(kill_rounds);
   const int steps = 3 * kills + 8;
   const auto& [rendezvous, way] = GetParam();
   const bool is_static = rendezvous == "Static";
@@ -117,7 +117,7 @@ TEST_P(TorchrunRestart, RandomKillsEndBitwiseIdentical) {
             << " s until the next step\n";
 }
 
-INSTANTIATE_TEST_SUITE_P(Of, TorchrunRestart,
+INSTANTIATE_TEST_SUITE_P(Launchers, TorchrunRestart,
                          testing::Values(std::pair("Standalone", "ddp"),
                                          std::pair("Static", "zero")),
                          [](const auto& test) { return test.param.first + test.param.second; });

@@ -27,7 +27,7 @@ inline void check_equal_on_all_ranks(c10::intrusive_ptr<c10d::Backend> backend,
   detail::check_equal_on_all_ranks(
       detail::check_backend(std::move(backend), kCaller), kCaller,
       std::to_string(value) + ' ' + name,
-      "pass the same value on all ranks: DistributedRandomSampler gives them equally many batches");
+      "pass the same value on all ranks; DistributedRandomSampler yields equally many batches");
 }
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -49,7 +49,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 /// wait. docs/checkpoints.md ("Distributed checkpoints") describes loading with another world size.
 class DistributedCheckpointManager {
  public:
-  /// Does not access the directory.
+  /// Does not create the directory.
   /// \throws c10::Error if `backend` is null, or unless max_to_keep is at least 1
   DistributedCheckpointManager(const std::filesystem::path& directory,
                                c10::intrusive_ptr<c10d::Backend> backend,

@@ -130,7 +130,7 @@ class DistributedDataParallel {
   ///   ranks, naming the first rank and the difference, if models or options differ
   explicit DistributedDataParallel(M model, c10::intrusive_ptr<c10d::Backend> backend,
                                    const DistributedDataParallelOptions& options = {})
-      : model_(std::move(model)), state_(module_of_model(), backend, options) {}
+      : model_(std::move(model)), state_(get_module(), backend, options) {}
   DistributedDataParallel(const DistributedDataParallel&) = delete;
   DistributedDataParallel& operator=(const DistributedDataParallel&) = delete;
 
@@ -139,7 +139,7 @@ class DistributedDataParallel {
   /// \throws c10::Error if a parameter that was frozen at construction requires grad
   template <class... Args>
   decltype(auto) operator()(Args&&... args) {
-    state_.begin_forward(module_of_model().is_training());
+    state_.begin_forward(get_module().is_training());
     // AutocastModule has default arguments in its call operator.
     if constexpr (requires { model_->forward(std::forward<Args>(args)...); }) {
       return model_->forward(std::forward<Args>(args)...);
@@ -170,11 +170,10 @@ class DistributedDataParallel {
   void broadcast_buffers() { state_.broadcast_buffers(); }
 
  private:
-  const torch::nn::Module& module_of_model() const {
+  const torch::nn::Module& get_module() const {
     const auto pointer = detail::module_pointer(model_);
     TORCH_CHECK(pointer != nullptr,
-                "DistributedDataParallel: `model` is empty; construct the module before its holder "
-                "is passed");
+                "DistributedDataParallel: `model` is empty; construct the module first");
     return *pointer;
   }
 

@@ -5,7 +5,7 @@
 #include <mezzo/base/detail/describe.h>
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/version.h>
-#include <mezzo/distributed/detail/mpi.h>
+#include <mezzo/distributed/detail/mpi_calls.h>
 #include <mezzo/distributed/detail/mpi_work.h>
 #include <mezzo/distributed/mpi_environment.h>  // IWYU pragma: export
 

@@ -3,7 +3,7 @@
 #pragma once
 
 #include <mezzo/base/version.h>
-#include <mezzo/distributed/detail/mpi.h>
+#include <mezzo/distributed/detail/mpi_calls.h>
 
 #include <c10/util/Exception.h>
 

@@ -2,36 +2,27 @@
 
 #include <mezzo/base/detail/describe.h>
 #include <mezzo/base/detail/dtype_names.h>
-#include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/detail/rng_state.h>
 #include <mezzo/base/tensors_by_name.h>
 #include <mezzo/base/version.h>
 #include <mezzo/checkpoint/detail/archive_conversion.h>
 #include <mezzo/checkpoint/detail/stateful.h>
-#include <mezzo/optim/detail/fused_optimizer_base.h>
-#include <mezzo/optim/detail/optimizer_archive.h>
-#include <mezzo/optim/optimizer_ref.h>
 
 #include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
-#include <c10/util/Type.h>
 #include <torch/nn/module.h>
-#include <torch/optim/optimizer.h>
 #include <torch/serialize/archive.h>
 
 #include <algorithm>
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <set>
 #include <string>
-#include <string_view>
-#include <typeinfo>
 #include <utility>
 #include <vector>
 

@@ -79,9 +79,9 @@ class PickleReader {
     mark,          ///< start of the elements of a tuple, list or dict
     ordered_dict,  ///< the class
     rebuild,       ///< a function of torch, whose name is `value`
-    dtype,         ///< a storage class: `number` is the ScalarType
-    qscheme,       ///< `number` is the QScheme
-    storage,       ///< `storage`, whose ScalarType is `number`
+    dtype,         ///< a storage class: `enum_value` is the ScalarType
+    qscheme,       ///< `enum_value` is the QScheme
+    storage,       ///< `storage`, whose ScalarType is `enum_value`
   };
 
   /// An entry of the stack or of the memo.
@@ -90,7 +90,7 @@ class PickleReader {
     c10::IValue value{};
     std::vector<std::shared_ptr<Item>> elements{};
     c10::Storage storage{};
-    int number = 0;
+    int enum_value = 0;
     std::uint64_t bytes = 0;  ///< including its elements
     int depth = 0;
     bool is_closed = false;  ///< nested in another container, or taken from the memo
@@ -305,7 +305,7 @@ class PickleReader {
       }
       default:
         TORCH_CHECK(false, "its pickle has the opcode ", int{static_cast<unsigned char>(opcode)},
-                    ", which torch.save does not write; save it anew with pickle_protocol=2");
+                    ", which torch.save does not write; save it again with pickle_protocol=2");
     }
   }
 
@@ -336,11 +336,12 @@ class PickleReader {
         if (dtype == at::kQUInt4x2 || dtype == at::kQUInt2x4)
           continue;  // elements smaller than a byte
         if (name != std::string(c10::toString(dtype)) + "Storage") continue;
-        return {.kind = Kind::dtype, .number = i, .bytes = kScalarBytes};
+        return {.kind = Kind::dtype, .enum_value = i, .bytes = kScalarBytes};
       }
       for (const at::QScheme scheme : {at::kPerTensorAffine, at::kPerChannelAffine}) {
         if (name != c10::toString(scheme)) continue;
-        return {.kind = Kind::qscheme, .number = static_cast<int>(scheme), .bytes = kScalarBytes};
+        return {
+            .kind = Kind::qscheme, .enum_value = static_cast<int>(scheme), .bytes = kScalarBytes};
       }
     }
     TORCH_CHECK(false, "it names ", module.substr(0, 100), ".", name.substr(0, 100),
@@ -357,7 +358,7 @@ class PickleReader {
                      fields[2]->value.isString(),
                  "it has a malformed storage");
     const c10::Storage storage = read_storage_(fields[2]->value.toStringRef());
-    const auto dtype = static_cast<at::ScalarType>(fields[1]->number);
+    const auto dtype = static_cast<at::ScalarType>(fields[1]->enum_value);
     std::uint64_t bytes = 0;
     const bool overflows =
         c10::mul_overflows(static_cast<std::uint64_t>(to_size(*fields[4])),
@@ -365,7 +366,7 @@ class PickleReader {
     check_format(!overflows && bytes <= storage.nbytes(), kOutOfBounds);
     push(Item{.kind = Kind::storage,
               .storage = storage,
-              .number = fields[1]->number,
+              .enum_value = fields[1]->enum_value,
               .bytes = kContainerBytes});
   }
 
@@ -454,7 +455,7 @@ class PickleReader {
   void rebuild_tensor(const std::vector<ItemPtr>& arguments, bool is_quantized) {
     check_format(arguments[0]->kind == Kind::storage, "it has a tensor without a storage");
     const c10::Storage& storage = arguments[0]->storage;
-    const auto dtype = static_cast<at::ScalarType>(arguments[0]->number);
+    const auto dtype = static_cast<at::ScalarType>(arguments[0]->enum_value);
     const std::int64_t offset = to_size(*arguments[1]);
     const std::vector<std::int64_t> sizes = to_sizes(*arguments[2]),
                                     strides = to_sizes(*arguments[3]);
@@ -492,7 +493,7 @@ class PickleReader {
     check_format(
         quantizer.kind == Kind::tuple && fields.size() >= 3 && fields[0]->kind == Kind::qscheme,
         "it has a quantized tensor without a quantizer");
-    if (fields[0]->number == static_cast<int>(at::kPerTensorAffine)) {
+    if (fields[0]->enum_value == static_cast<int>(at::kPerTensorAffine)) {
       check_format(fields[1]->value.isDouble() && fields[2]->value.isInt(),
                    "it has a quantized tensor whose scale is not a number");
       return at::_empty_affine_quantized({0}, options, fields[1]->value.toDouble(),

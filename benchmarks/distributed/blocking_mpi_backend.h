@@ -17,11 +17,11 @@
 
 namespace bench {
 
-/// Sums of float tensors for c10d, the plainest way: a thread of its own makes one blocking call of
-/// MPI after another, and compares and checks nothing. What mezzo::MpiBackend is measured against.
+/// The simplest MPI backend of c10d, as baseline of mezzo::MpiBackend: a thread makes one blocking
+/// MPI call after another, without checks. Sums float and int tensors.
 class BlockingMpiBackend : public c10d::Backend {
  public:
-  /// `on_all_reduce` hears of each, with its bytes, as it begins.
+  /// \param on_all_reduce  called with the size in bytes at the start of each all-reduce
   BlockingMpiBackend(int rank, int size, std::function<void(int64_t)> on_all_reduce)
       : Backend(rank, size), on_all_reduce_(std::move(on_all_reduce)), thread_([this] { run(); }) {}
 
