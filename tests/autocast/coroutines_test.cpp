@@ -1,6 +1,7 @@
 // Guards that do not follow the call stack: coroutines.
 
 #include <mezzo/autocast/autocast_guard.h>
+#include <mezzo/autocast/autocast_state.h>
 #include <mezzo/autocast/op_overrides.h>
 
 #include <ATen/autocast_mode.h>

@@ -83,8 +83,6 @@ TEST(AutocastFromEnv, SwitchesAGuardThatAsksForIt) {
   EXPECT_EQ(dtype_under("no"), torch::kFloat);
   EXPECT_EQ(dtype_under("bf16"), torch::kBFloat16);
   EXPECT_EQ(dtype_under("fp16"), torch::kHalf);
-  EXPECT_EQ(dtype_under("bfloat16"), torch::kBFloat16);
-  EXPECT_EQ(dtype_under("float16"), torch::kHalf);
 }
 
 TEST(AutocastFromEnv, TakesOffAsAnAnswerOnEveryDevice) {
@@ -104,20 +102,20 @@ TEST(AutocastFromEnv, AsksTheHardwareForAuto) {
 }
 
 TEST(AutocastFromEnv, ListsTheValuesWhenItIsGivenAnother) {
-  for (const char* value : {"1", "on", "BF16", "half", "off "}) {
+  for (const char* value : {"1", "on", "off", "BF16", "bfloat16", "float16", "half", "no "}) {
     const ScopedVariable variable = environment(value);
     EXPECT_THAT([] { autocast_from_env(torch::kCPU); },
                 ThrowsMessage<c10::Error>(HasSubstr("MEZZO_MIXED_PRECISION=" + std::string(value) +
-                                                    " is not a known value; use no, bf16, fp16 or "
+                                                    " is not a known value; use no, fp16, bf16 or "
                                                     "auto")));
   }
 }
 
 TEST(AutocastFromEnv, RefusesADeviceWithoutAutocast) {
   const ScopedVariable variable = environment(nullptr);
-  EXPECT_THAT(
-      [] { autocast_from_env(torch::kMeta); },
-      ThrowsMessage<c10::Error>(HasSubstr("device: no autocast on meta; use cpu, cuda or mps")));
+  EXPECT_THAT([] { autocast_from_env(torch::kMeta); },
+              ThrowsMessage<c10::Error>(
+                  HasSubstr("unsupported autocast device_type 'meta'; use cpu, cuda or mps")));
 }
 
 TEST(AutocastFromEnv, WarnsInItsReasonWhereTheCpuWouldEmulateTheDtype) {

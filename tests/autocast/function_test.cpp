@@ -21,30 +21,31 @@
 namespace {
 
 using mezzo::autocast;
+using mezzo::autocast_wrap;
 using mezzo::AutocastOptions;
 using torch::Tensor;
 
 /// Wraps for the CPU in bfloat16, the form that most tests need.
 template <class F>
 auto lowered(F&& function) {
-  return autocast<torch::kCPU>(std::forward<F>(function));
+  return autocast_wrap<torch::kCPU>(std::forward<F>(function));
 }
 
-TEST(AutocastAutogradFunction, RunsTheCallUnderAutocastAndOnlyTheCall) {
-  EXPECT_EQ(autocast<torch::kCPU>(dtype_of_product)(), torch::kBFloat16);
-  EXPECT_EQ((autocast<torch::kCPU, torch::kHalf>(dtype_of_product)()), torch::kHalf);
+TEST(AutocastWrap, RunsTheCallUnderAutocastAndOnlyTheCall) {
+  EXPECT_EQ(autocast_wrap<torch::kCPU>(dtype_of_product)(), torch::kBFloat16);
+  EXPECT_EQ((autocast_wrap<torch::kCPU, torch::kHalf>(dtype_of_product)()), torch::kHalf);
   const AutocastOptions half{.device_type = torch::kCPU, .dtype = torch::kHalf};
-  EXPECT_EQ(autocast(dtype_of_product, half)(), torch::kHalf);
+  EXPECT_EQ(autocast_wrap(half, dtype_of_product)(), torch::kHalf);
   EXPECT_EQ(dtype_of_product(), torch::kFloat);
 }
 
-TEST(AutocastAutogradFunction, RefusesABadSettingWhenItIsMadeAndNotWhenItIsCalled) {
-  EXPECT_THROW(std::ignore = autocast(dtype_of_product,
-                                      {.device_type = torch::kCPU, .dtype = torch::kDouble}),
+TEST(AutocastWrap, RefusesABadSettingWhenItIsMadeAndNotWhenItIsCalled) {
+  EXPECT_THROW(std::ignore = autocast_wrap({.device_type = torch::kCPU, .dtype = torch::kDouble},
+                                           dtype_of_product),
                c10::Error);
 }
 
-TEST(AutocastAutogradFunction, PassesEachArgumentInItsOwnValueCategory) {
+TEST(AutocastWrap, PassesEachArgumentInItsOwnValueCategory) {
   const auto categories = [](auto&&... args) {
     return std::tuple<std::type_identity<decltype(args)>...>();
   };
@@ -58,7 +59,7 @@ TEST(AutocastAutogradFunction, PassesEachArgumentInItsOwnValueCategory) {
   static_assert(std::is_same_v<decltype(seen), const Expected>);
 }
 
-TEST(AutocastAutogradFunction, ReturnsReferencesAsTheyAre) {
+TEST(AutocastWrap, ReturnsReferencesAsTheyAre) {
   int value = 0;
   const auto same = lowered([](int& x) -> int& { return x; });
   static_assert(std::is_same_v<decltype(same(value)), int&>);
@@ -70,7 +71,7 @@ TEST(AutocastAutogradFunction, ReturnsReferencesAsTheyAre) {
   static_assert(std::is_same_v<decltype(expiring(value)), int&&>);
 }
 
-TEST(AutocastAutogradFunction, ReturnsValuesWithoutDecayAndVoidAsVoid) {
+TEST(AutocastWrap, ReturnsValuesWithoutDecayAndVoidAsVoid) {
   const auto pair = lowered([](int a) { return std::pair<int, std::string>(a, "b"); });
   static_assert(std::is_same_v<decltype(pair(1)), std::pair<int, std::string>>);
   static_assert(std::is_void_v<decltype(lowered([] {})())>);
@@ -82,7 +83,7 @@ struct Immovable {
   int value;
 };
 
-TEST(AutocastAutogradFunction, ReturnsWhatCannotEvenBeMoved) {
+TEST(AutocastWrap, ReturnsWhatCannotEvenBeMoved) {
   EXPECT_EQ(lowered([](int v) { return Immovable(v); })(5).value, 5);
 }
 
@@ -93,21 +94,21 @@ struct Overloaded {
   std::string operator()(const std::string&) const { return "string"; }
 };
 
-TEST(AutocastAutogradFunction, KeepsOverloadsAndTheConstnessOfTheCallable) {
+TEST(AutocastWrap, KeepsOverloadsAndTheConstnessOfTheCallable) {
   auto callable = lowered(Overloaded());
   EXPECT_EQ(callable(1), "mutable");
   EXPECT_EQ(std::as_const(callable)(1), "const");
   EXPECT_EQ(callable("text"), "string");
 }
 
-TEST(AutocastAutogradFunction, KeepsTheStateOfAMutableCallable) {
+TEST(AutocastWrap, KeepsTheStateOfAMutableCallable) {
   auto counter = lowered([n = 0]() mutable { return ++n; });
   counter();
   EXPECT_EQ(counter(), 2);
   static_assert(!std::invocable<const decltype(counter)&>);
 }
 
-TEST(AutocastAutogradFunction, CopiesAnLvalueUnlessItIsGivenByReference) {
+TEST(AutocastWrap, CopiesAnLvalueUnlessItIsGivenByReference) {
   auto counter = [n = 0]() mutable { return ++n; };
   lowered(counter)();
   EXPECT_EQ(counter(), 1);
@@ -122,7 +123,7 @@ struct Model {
   int layers = 3;
 };
 
-TEST(AutocastAutogradFunction, CallsMembersThroughObjectsAndPointers) {
+TEST(AutocastWrap, CallsMembersThroughObjectsAndPointers) {
   Model model;
   const Tensor x = torch::ones({2, 2});
   const auto forward = lowered(&Model::forward);
@@ -133,7 +134,7 @@ TEST(AutocastAutogradFunction, CallsMembersThroughObjectsAndPointers) {
   EXPECT_EQ(model.layers, 4);
 }
 
-TEST(AutocastAutogradFunction, TakesTheArgumentsThatTheCallableTakes) {
+TEST(AutocastWrap, TakesTheArgumentsThatTheCallableTakes) {
   const auto callable = lowered([](int) {});
   static_assert(std::is_invocable_v<decltype(callable), int>);
   static_assert(!std::is_invocable_v<decltype(callable), std::string>);
@@ -159,8 +160,8 @@ const AutocastOptions kFloatOutput{.device_type = torch::kCPU, .output_dtype = t
 TEST(AutocastOutput, IsOfTheDtypeThatTheSettingNames) {
   EXPECT_EQ(autocast({.device_type = torch::kCPU}, product).scalar_type(), torch::kBFloat16);
   EXPECT_EQ(autocast(kFloatOutput, product).scalar_type(), torch::kFloat);
-  EXPECT_EQ(autocast(product, kFloatOutput)().scalar_type(), torch::kFloat);
-  EXPECT_EQ(autocast<torch::kCPU>(product, {.output_dtype = torch::kFloat})().scalar_type(),
+  EXPECT_EQ(autocast_wrap(kFloatOutput, product)().scalar_type(), torch::kFloat);
+  EXPECT_EQ(autocast_wrap<torch::kCPU>({.output_dtype = torch::kFloat}, product)().scalar_type(),
             torch::kFloat);
 }
 
@@ -218,7 +219,7 @@ TEST(AutocastOutput, RefusesResultsThatItCannotReach) {
               refused("returns a reference"));
   EXPECT_THAT(
       [] { (void)autocast({.device_type = torch::kCPU, .output_dtype = torch::kLong}, product); },
-      refused("output_dtype: results cannot be of Long; use torch::kFloat"));
+      refused("output_dtype is Long; it should be a floating-point dtype"));
 }
 
 // Where the logged loss of a language model is a number of bfloat16: 6.28125 for 6.2846.

@@ -6,7 +6,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <stdexcept>
+#include <optional>
+#include <sstream>
 #include <type_traits>
 
 #include "dtype_of_product.h"
@@ -43,7 +44,7 @@ static_assert(
 static_assert(
     std::is_same_v<AutocastGuard<torch::kCPU>, AutocastGuard<torch::kCPU, torch::kBFloat16>>);
 
-TEST(Autocast, LowersProductsToTheDeviceDefaultUntilTheScopeEnds) {
+TEST(AutocastGuard, LowersProductsToTheDeviceDefaultUntilTheScopeEnds) {
   {
     const AutocastGuard<torch::kCPU> autocast;
     EXPECT_EQ(dtype_of_product(), torch::kBFloat16);
@@ -51,14 +52,14 @@ TEST(Autocast, LowersProductsToTheDeviceDefaultUntilTheScopeEnds) {
   EXPECT_EQ(dtype_of_product(), torch::kFloat);
 }
 
-TEST(Autocast, DefaultsToHalfOnCudaAndLeavesTheCpuAlone) {
+TEST(AutocastGuard, DefaultsToHalfOnCudaAndLeavesTheCpuAlone) {
   const AutocastGuard<torch::kCUDA> autocast;
   EXPECT_TRUE(at::autocast::is_autocast_enabled(torch::kCUDA));
   EXPECT_EQ(at::autocast::get_autocast_dtype(torch::kCUDA), torch::kHalf);
   EXPECT_EQ(dtype_of_product(), torch::kFloat);
 }
 
-TEST(Autocast, NestsAndRestoresTheOuterRegionAtEachExit) {
+TEST(AutocastGuard, NestsAndRestoresTheOuterRegionAtEachExit) {
   const Found before;
   {
     const AutocastGuard<torch::kCPU> outer;
@@ -75,7 +76,7 @@ TEST(Autocast, NestsAndRestoresTheOuterRegionAtEachExit) {
   EXPECT_EQ(Found(), before);
 }
 
-TEST(Autocast, RunsInFullPrecisionWhereItIsDisabledInsideARegion) {
+TEST(AutocastGuard, RunsInFullPrecisionWhereItIsDisabledInsideARegion) {
   const AutocastGuard<torch::kCPU> outer;
   {
     const AutocastGuard<torch::kCPU> exact({.enabled = false});
@@ -89,7 +90,7 @@ TEST(Autocast, RunsInFullPrecisionWhereItIsDisabledInsideARegion) {
   EXPECT_EQ(dtype_of_product(), torch::kBFloat16);
 }
 
-TEST(Autocast, RestoresWhatItFoundWhenAnExceptionPassesThrough) {
+TEST(AutocastGuard, RestoresWhatItFoundWhenAnExceptionPassesThrough) {
   const Found before;
   const auto mismatched = [] {
     const AutocastGuard<torch::kCPU, torch::kHalf> autocast({.cache_enabled = false});
@@ -99,7 +100,7 @@ TEST(Autocast, RestoresWhatItFoundWhenAnExceptionPassesThrough) {
   EXPECT_EQ(Found(), before);
 }
 
-TEST(Autocast, RestoresAStateThatOthersHadSetByHand) {
+TEST(AutocastGuard, RestoresAStateThatOthersHadSetByHand) {
   at::autocast::set_autocast_enabled(torch::kCPU, true);
   at::autocast::set_autocast_dtype(torch::kCPU, torch::kHalf);
   at::autocast::set_autocast_cache_enabled(false);
@@ -127,11 +128,37 @@ TEST(AutocastGuard, TakesDeviceAndDtypeAsPythonDoes) {
     const mezzo::AutocastGuard autocast(torch::kCPU, torch::kHalf);
     EXPECT_EQ(dtype_of_product(), torch::kHalf);
   }
+  {
+    const AutocastGuard outer(torch::kCPU);
+    const AutocastGuard disabled(torch::kCPU, std::nullopt, /*enabled=*/false);
+    EXPECT_EQ(dtype_of_product(), torch::kFloat);
+  }
+  {
+    const AutocastGuard uncached(torch::kCPU, torch::kHalf, true, /*cache_enabled=*/false);
+    EXPECT_FALSE(at::autocast::is_autocast_cache_enabled());
+  }
   const mezzo::AutocastGuard autocast(torch::Device("cpu"));
   EXPECT_EQ(dtype_of_product(), torch::kBFloat16);
 }
 
-TEST(Autocast, EndsBeforeItsScopeDoes) {
+TEST(AutocastGuard, DeducesRuntimeDeviceUnlessTypeNamesIt) {
+  const mezzo::AutocastOptions options{.device_type = torch::kCPU};
+  AutocastGuard from_options(options), from_device(torch::kCPU);
+  static_assert(std::is_same_v<decltype(from_options), AutocastGuard<>>);
+  static_assert(std::is_same_v<decltype(from_device), AutocastGuard<>>);
+  static_assert(!std::is_default_constructible_v<AutocastGuard<>>);
+  static_assert(!std::is_constructible_v<AutocastGuard<>, const char*>);
+  static_assert(!std::is_constructible_v<AutocastGuard<torch::kCPU>, torch::DeviceType>);
+  std::optional<AutocastGuard<>> member;
+  member.emplace(torch::kCPU, torch::kHalf);
+  EXPECT_EQ(dtype_of_product(), torch::kHalf);
+  member.reset();
+  EXPECT_EQ(dtype_of_product(), torch::kBFloat16);
+  from_device.end();
+  from_options.end();
+}
+
+TEST(AutocastGuard, EndsBeforeItsScopeDoes) {
   const mezzo::AutocastGuard<torch::kCPU, torch::kHalf> outer;
   {
     mezzo::AutocastGuard<torch::kCPU> autocast;
@@ -150,18 +177,18 @@ TEST(Autocast, EndsBeforeItsScopeDoes) {
   EXPECT_EQ(dtype_of_product(), torch::kHalf);
 }
 
-TEST(Autocast, RefusesAnOutputDtypeThatAGuardCannotGive) {
+TEST(AutocastGuard, RefusesAnOutputDtypeThatAGuardCannotGive) {
   EXPECT_THAT([] { mezzo::AutocastGuard<torch::kCPU> guard({.output_dtype = torch::kFloat}); },
-              testing::ThrowsMessage<c10::Error>(testing::HasSubstr("a guard returns nothing")));
+              ThrowsMessage<c10::Error>(HasSubstr("output_dtype: a guard has no result")));
   EXPECT_EQ(dtype_of_product(), torch::kFloat);
 }
 
 TEST(AutocastGuard, RefusesASettingWithoutADevice) {
   EXPECT_THAT([] { AutocastGuard guard({.dtype = torch::kHalf}); },
-              ThrowsMessage<c10::Error>(HasSubstr("device_type: the AutocastOptions have none")));
+              ThrowsMessage<c10::Error>(HasSubstr("device_type is not set")));
 }
 
-TEST(Autocast, TakesDeviceAndDtypeOfItsTypeInASettingAndRefusesOthers) {
+TEST(AutocastGuard, TakesDeviceAndDtypeOfItsTypeInASettingAndRefusesOthers) {
   {
     const AutocastGuard<torch::kCPU, torch::kHalf> same(
         {.device_type = torch::kCPU, .dtype = torch::kHalf});
@@ -169,10 +196,10 @@ TEST(Autocast, TakesDeviceAndDtypeOfItsTypeInASettingAndRefusesOthers) {
   }
   EXPECT_THAT([] { AutocastGuard<torch::kCPU> autocast({.device_type = torch::kCUDA}); },
               ThrowsMessage<c10::Error>(
-                  HasSubstr("device_type: the AutocastOptions say cuda, the guard's type cpu")));
+                  HasSubstr("device_type is cuda in the options and cpu in the type")));
   EXPECT_THAT([] { AutocastGuard<torch::kCPU> autocast({.dtype = torch::kHalf}); },
               ThrowsMessage<c10::Error>(
-                  HasSubstr("dtype: the AutocastOptions say Half, the guard's type BFloat16")));
+                  HasSubstr("dtype is Half in the options and BFloat16 in the type")));
 }
 
 TEST(AutocastGuard, RefusesADtypeThatAutocastCannotLowerToAndChangesNothing) {
@@ -184,8 +211,8 @@ TEST(AutocastGuard, RefusesADtypeThatAutocastCannotLowerToAndChangesNothing) {
               {.device_type = torch::kCPU, .dtype = torch::kFloat, .enabled = enabled});
         },
         ThrowsMessage<c10::Error>(
-            HasSubstr("dtype: autocast on cpu cannot lower to Float; use Half "
-                      "or BFloat16")));
+            HasSubstr("In CPU autocast, but the target dtype Float is not supported; use Half or "
+                      "BFloat16")));
     EXPECT_EQ(Found(), before);
   }
   EXPECT_THROW(AutocastGuard guard({.device_type = torch::kCUDA, .dtype = torch::kDouble}),
@@ -214,11 +241,29 @@ TEST(AutocastGuard, TakesApplesGpusAsLibtorchDoes) {
 }
 
 TEST(AutocastGuard, RefusesADeviceTypeWithoutAutocast) {
-  EXPECT_THAT(
-      [] { AutocastGuard guard({.device_type = torch::kMeta}); },
-      ThrowsMessage<c10::Error>(HasSubstr("device: no autocast on meta; use cpu, cuda or mps")));
+  EXPECT_THAT([] { AutocastGuard guard({.device_type = torch::kMeta}); },
+              ThrowsMessage<c10::Error>(
+                  HasSubstr("unsupported autocast device_type 'meta'; use cpu, cuda or mps")));
   EXPECT_THROW(AutocastGuard guard({.device_type = torch::kMeta, .dtype = torch::kHalf}),
                c10::Error);
+}
+
+TEST(AutocastOptions, PrintsMembersThatAreSet) {
+  const auto print = [](const mezzo::AutocastOptions& options) {
+    std::ostringstream text;
+    text << options;
+    return text.str();
+  };
+  EXPECT_EQ(print({}), "AutocastOptions(enabled=true)");
+  EXPECT_EQ(print({.device_type = torch::kCUDA, .dtype = torch::kHalf}),
+            "AutocastOptions(device_type=cuda, dtype=Half, enabled=true)");
+  EXPECT_EQ(print({.device_type = torch::kCPU,
+                   .enabled = false,
+                   .output_dtype = torch::kFloat,
+                   .cache_enabled = true,
+                   .reason = "no instructions"}),
+            "AutocastOptions(device_type=cpu, enabled=false, output_dtype=Float, "
+            "cache_enabled=true, reason=\"no instructions\")");
 }
 
 // mezzo declares libtorch's functions itself: an overload of its own would make these ambiguous.

@@ -40,7 +40,7 @@ TEST(HardwareWarnings, TellWhereThereIsNoCudaInPythonsWordsWhatToEnter) {
       {"Autocast", [] { const AutocastGuard<torch::kCUDA> region; }},
       {"AutocastModule", [] { mezzo::AutocastModule net(torch::nn::Linear(1, 1), kOnCuda); }},
       {"now", [] { mezzo::autocast(kOnCuda, [] {}); }},
-      {"callable", [] { (void)mezzo::autocast([] {}, kOnCuda); }},
+      {"callable", [] { (void)mezzo::autocast_wrap(kOnCuda, [] {}); }},
   };
   for (const auto& [name, enter] : forms) {
     EXPECT_THAT(

@@ -1,4 +1,5 @@
 #include <mezzo/autocast/autocast_guard.h>
+#include <mezzo/autocast/autocast_state.h>
 
 #include <ATen/autocast_mode.h>
 #include <torch/torch.h>

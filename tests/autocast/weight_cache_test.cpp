@@ -1,4 +1,5 @@
 #include <mezzo/autocast/autocast_guard.h>
+#include <mezzo/autocast/autocast_state.h>
 
 #include <ATen/autocast_mode.h>
 #include <torch/torch.h>
@@ -70,7 +71,7 @@ std::vector<std::function<void(torch::ScalarType, const std::function<void()>&)>
       },
       [](auto dtype, auto& call) { mezzo::autocast({.device_type = kCPU, .dtype = dtype}, call); },
       [](auto dtype, auto& call) {
-        mezzo::autocast(call, {.device_type = kCPU, .dtype = dtype})();
+        mezzo::autocast_wrap({.device_type = kCPU, .dtype = dtype}, call)();
       },
       [=](auto dtype, auto& call) {
         const mezzo::AutocastStateGuard scope(state_of(dtype));
@@ -132,7 +133,7 @@ std::vector<bool> caches_in_silent_regions() {
   }
   mezzo::autocast({.device_type = torch::kCPU, .dtype = torch::kHalf}, look);
   std::thread(mezzo::propagate_autocast_state([&] {
-    mezzo::autocast<torch::kCPU>(look)();
+    mezzo::autocast_wrap<torch::kCPU>(look)();
   })).join();
   return found;
 }

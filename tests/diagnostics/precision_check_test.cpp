@@ -383,7 +383,7 @@ TEST(PrecisionChecker, PrintsTheWorstFirstWithinTheWidthOfATerminal) {
 TEST(PrecisionChecker, SaysWhatItCannotExamine) {
   Attention model;
   EXPECT_THAT(message_of([&] { check_precision(model, rows(), torch::kMeta); }),
-              HasSubstr("device: no autocast on meta"));
+              HasSubstr("unsupported autocast device_type 'meta'"));
   EXPECT_THAT(message_of([&] { check_precision(model, rows(), torch::kCUDA); }),
               HasSubstr("norm.weight is on cpu and device is cuda; call model->to(device) first"));
   EXPECT_THAT(

@@ -5,7 +5,7 @@
 /// Brings in torch/csrc/autograd/custom_function.h, about nine seconds of compile time.
 #pragma once
 
-#include <mezzo/autocast/autocast_guard.h>
+#include <mezzo/autocast/autocast_state.h>
 #include <mezzo/autocast/detail/thread_op_overrides.h>
 #include <mezzo/base/detail/autocast_mode.h>
 #include <mezzo/base/detail/for_each_tensor.h>

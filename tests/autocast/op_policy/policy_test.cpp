@@ -1,4 +1,5 @@
 #include <mezzo/autocast/autocast_guard.h>
+#include <mezzo/autocast/autocast_state.h>
 #include <mezzo/autocast/op_overrides.h>
 
 #include <torch/library.h>
@@ -66,9 +67,10 @@ TEST(OpOverrides, ChangesNothingUntilItIsInstalled) {
       HasSubstr("aten::hardswish"), HasSubstr("mezzo::install_op_overrides(overrides)"));
   EXPECT_THAT(message_of([&] { const AutocastGuard<kCPU> autocast({.op_overrides = overrides}); }),
               names_op_and_call);
-  EXPECT_THAT(
-      message_of([&] { std::ignore = mezzo::autocast<kCPU>([] {}, {.op_overrides = overrides}); }),
-      names_op_and_call);
+  EXPECT_THAT(message_of([&] {
+                std::ignore = mezzo::autocast_wrap<kCPU>({.op_overrides = overrides}, [] {});
+              }),
+              names_op_and_call);
   // What libtorch does with the op anyway has to be installed too: else it would work on one device
   // and not on another.
   EXPECT_THAT(message_of([] {
@@ -164,8 +166,9 @@ TEST(OpOverrides, ReachesTheRunTimeGuardCallablesAndKeepsToItsDevice) {
     EXPECT_EQ(mm_dtype(), kFloat);
   }
   const auto product = [] { return mm_dtype(); };
-  EXPECT_EQ(mezzo::autocast<kCPU>(product, {.op_overrides = overrides})(), kFloat);
-  EXPECT_EQ(mezzo::autocast(product, {.device_type = kCPU, .op_overrides = overrides})(), kFloat);
+  EXPECT_EQ(mezzo::autocast_wrap<kCPU>({.op_overrides = overrides}, product)(), kFloat);
+  EXPECT_EQ(mezzo::autocast_wrap({.device_type = kCPU, .op_overrides = overrides}, product)(),
+            kFloat);
   const AutocastGuard<torch::kCUDA> cuda({.op_overrides = overrides});
   const AutocastGuard<kCPU> cpu;
   EXPECT_EQ(mm_dtype(), kBFloat16);
@@ -322,7 +325,7 @@ TEST(OpPolicyText, ReadsVerbsSeveralOpsALineAndComments) {
 TEST(OpPolicyText, NamesTheLineOfAnError) {
   EXPECT_THAT(
       message_of([] { return OpOverrides::parse("allow relu\nforbid mm\n"); }),
-      HasSubstr("op overrides, line 2: \"forbid\" is no edit; use allow, deny, promote or ignore"));
+      HasSubstr("op overrides, line 2: unexpected \"forbid\"; use allow, deny, promote or ignore"));
   EXPECT_THAT(message_of([] { return OpOverrides::parse("allow\n"); }), HasSubstr("names no op"));
   EXPECT_THAT(message_of([] { return OpOverrides::parse("deny lineer\n"); }),
               HasSubstr("line 1: op: no operator \"aten::lineer\""));

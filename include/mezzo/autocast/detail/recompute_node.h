@@ -3,7 +3,7 @@
 /// for it until backward.
 #pragma once
 
-#include <mezzo/autocast/autocast_guard.h>
+#include <mezzo/autocast/autocast_state.h>
 #include <mezzo/base/detail/for_each_tensor.h>
 #include <mezzo/base/detail/rng_state.h>
 #include <mezzo/base/version.h>
