@@ -555,7 +555,7 @@ TEST(GradLifecycle, ParamInTwoOptimizersThrowsWithWorkingAdvice) {
     return torch::tensor({one, two}, torch::kFloat);
   };
   EXPECT_THAT([&] { amp.backward(amp.forward(model, input(1, 1)), first); },
-              ThrowsMessage<c10::Error>(HasSubstr("; give it to one of them")));
+              ThrowsMessage<c10::Error>(HasSubstr("; pass it to one of them")));
   torch::optim::SGD one({all[0]}, 1.0), other({all[1]}, 1.0);
   auto apart = mezzo::initialize(model, {one, other}, level, options);
   apart.backward(apart.forward(model, input(1, 1)), {one, other}, {.loss_id = 0});

@@ -24,6 +24,10 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
+/// Whether an AutocastGuard's device is known at run time only.
+template <c10::DeviceType Device>
+concept RuntimeDevice = Device == kRuntimeDevice;
+
 template <class T>
 concept DeviceOrType = std::same_as<T, c10::Device> || std::same_as<T, c10::DeviceType>;
 
@@ -61,7 +65,7 @@ template <c10::DeviceType Device = detail::kRuntimeDevice,
 class AutocastGuard {
   static constexpr bool kHasAutocast = default_autocast_dtype(Device) != at::ScalarType::Undefined;
   static_assert(
-      kHasAutocast || Device == detail::kRuntimeDevice,
+      kHasAutocast || detail::RuntimeDevice<Device>,
       "mezzo::AutocastGuard: this device type has no autocast; use torch::kCPU, kCUDA or kMPS");
   static_assert(!kHasAutocast || is_autocast_dtype_supported(Device, Dtype),
                 "mezzo::AutocastGuard: autocast cannot lower to this dtype; use torch::kHalf or "
@@ -69,8 +73,11 @@ class AutocastGuard {
 
  public:
   /// Enters a region of the device and dtype in the type.
-  [[nodiscard]] explicit AutocastGuard() requires(Device != detail::kRuntimeDevice)
+  [[nodiscard]] explicit AutocastGuard() requires(!detail::RuntimeDevice<Device>)
       : AutocastGuard(AutocastOptions{}) {}
+  /// Needs a device: `AutocastGuard<torch::kCUDA>`, or an argument.
+  AutocastGuard() requires detail::RuntimeDevice<Device>
+  = delete;
 
   /// Enters a region of `options`.
   /// \throws c10::Error, and changes nothing, if the options have no device or contradict the type,
@@ -92,7 +99,7 @@ class AutocastGuard {
                                        std::optional<at::ScalarType> dtype = std::nullopt,
                                        bool enabled = true,
                                        std::optional<bool> cache_enabled = std::nullopt)  //
-      requires(Device == detail::kRuntimeDevice)
+      requires detail::RuntimeDevice<Device>
       : AutocastGuard(AutocastOptions{.device_type = c10::Device(device).type(),
                                       .dtype = dtype,
                                       .enabled = enabled,
@@ -132,7 +139,8 @@ decltype(auto) autocast(const AutocastOptions& options, F&& function) {
   }
 }
 
-/// A region needs a guard (`mezzo::AutocastGuard guard(device, dtype)`), a call its options.
+/// A region needs a guard, and a call its options in braces.
+void autocast(detail::DeviceOrType auto, std::invocable auto&&) = delete;  // {.device_type = ...}
 void autocast(detail::DeviceOrType auto, auto&&...) = delete;  // AutocastGuard guard(device, dtype)
 void autocast(const detail::DeviceText auto&, auto&&...) = delete;  // AutocastGuard(torch::kCUDA)
 

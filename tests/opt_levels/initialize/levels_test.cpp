@@ -195,7 +195,7 @@ TEST(Initialize, CallsModulesInsideAModelAndRefusesOthers) {
       [&] {
         (void)amp.forward(other, torch::ones({1, 4}));
       },
-      ThrowsMessage<c10::Error>(HasSubstr("is none of the models that were given")));
+      ThrowsMessage<c10::Error>(HasSubstr("was not passed to mezzo::initialize")));
 }
 
 /// As pytorch/examples writes a model: a module, and no holder around it.
@@ -292,7 +292,7 @@ TEST(Initialize, TakesAdagradWhichHasStateBeforeItsFirstStep) {
     other(torch::ones({1, 2})).sum().backward();
     stepped.step();
     EXPECT_THAT([&] { mezzo::initialize(other, stepped, level, kQuiet); },
-                ThrowsMessage<c10::Error>(HasSubstr("has stepped already")));
+                ThrowsMessage<c10::Error>(HasSubstr("has already stepped")));
   }
 }
 
@@ -325,7 +325,16 @@ TEST(Initialize, TakesPolicyEditsAtO1) {
             torch::kHalf);
   EXPECT_THAT(
       [&] { mezzo::initialize(net, OptLevel::O3(), {.verbosity = 0, .op_overrides = policy}); },
-      ThrowsMessage<c10::Error>(HasSubstr("policy: the level O3 casts no ops")));
+      ThrowsMessage<c10::Error>(HasSubstr("op_overrides have no effect at level O3")));
+}
+
+TEST(Initialize, AcceptsLevelAsText) {
+  torch::nn::Linear net(4, 2);
+  torch::optim::SGD optimizer(net->parameters(), 0.1);
+  EXPECT_EQ(mezzo::initialize(net, optimizer, "O1_bf16", kQuiet).level().name(), "O1_bf16");
+  EXPECT_EQ(mezzo::initialize(net, std::string("O3"), kQuiet).level().name(), "O3");
+  EXPECT_THAT([&] { mezzo::initialize(net, optimizer, "01"); },
+              ThrowsMessage<c10::Error>(HasSubstr("Options are 'O0', 'O1', 'O2', 'O3'")));
 }
 
 /// Returns what `call` writes to the standard output, and behind it to the error stream.
@@ -400,7 +409,7 @@ TEST(InitializeErrors, NameWhatWasWrongAndChangeNothing) {
     return [&, list] { mezzo::initialize(models, list, level, kQuiet); };
   };
   expect_error(make(other, mezzo::OptimizerRefs(optimizer)),
-               "optimizer 0 holds no parameter of the models that were given");
+               "optimizer 0 has no parameter of the models");
   expect_error(
       [&] {
         mezzo::initialize({net, net}, optimizer, level, kQuiet);
@@ -432,10 +441,11 @@ TEST(InitializeErrors, NameWhatWasWrongAndChangeNothing) {
   other->head->to(torch::kHalf);
   expect_error([&] { mezzo::initialize(other, OptLevel::O0(), kQuiet); },
                "Found param head.weight of ");
-  expect_error([&] { mezzo::initialize(other, OptLevel::O0(), kQuiet); },
-               "with type float16, expected float32. When using amp.initialize, you do not need to "
-               "call .half() on your model before passing it, no matter what optimization level "
-               "you choose. In C++: call model->to(torch::kFloat) before making the optimizer");
+  expect_error(
+      [&] { mezzo::initialize(other, OptLevel::O0(), kQuiet); },
+      "with type float16, expected float32. When using amp.initialize, you do not need to "
+      "call .half() on your model before passing it, no matter what optimization level "
+      "you choose. In C++: call model->to(torch::kFloat) before constructing the optimizer");
   struct Quantized : torch::nn::Module {
     Quantized() {
       const torch::Tensor weight = torch::ones({2}).to(torch::kFloat8_e4m3fn);
@@ -443,7 +453,7 @@ TEST(InitializeErrors, NameWhatWasWrongAndChangeNothing) {
     }
   };
   expect_error([&] { mezzo::initialize(std::make_shared<Quantized>(), level, kQuiet); },
-               "with type Float8_e4m3fn, expected float32. What is quantized cannot be trained");
+               "with type Float8_e4m3fn, expected float32. Quantized tensors cannot be trained");
   struct HalfBuffer : torch::nn::Module {
     HalfBuffer() { register_buffer("table", torch::ones({2}, torch::kHalf)); }
   };
@@ -459,12 +469,12 @@ TEST(InitializeErrors, NameWhatWasWrongAndChangeNothing) {
   };
   const auto elsewhere = std::make_shared<Elsewhere>();
   expect_error([&] { mezzo::initialize(elsewhere, OptLevel::O1(), kQuiet); },
-               "on meta; mixed precision is for models on cpu, cuda and mps");
+               "on meta; move the model to cpu, cuda or mps first");
 
   torch::optim::Adam adam(net->parameters(), 0.1);
   net(images()).logits.sum().backward();
   adam.step();
-  expect_error([&] { mezzo::initialize(net, adam, level, kQuiet); }, "has stepped already");
+  expect_error([&] { mezzo::initialize(net, adam, level, kQuiet); }, "has already stepped");
   EXPECT_NO_THROW(mezzo::initialize(net, adam, OptLevel::O1(), kQuiet));
 }
 

@@ -187,7 +187,7 @@ TEST(AmpRecovery, RefusesItsCallsWithinABackwardPassAndGoesOn) {
                      });
     };
   };
-  const auto refused = ThrowsMessage<c10::Error>(HasSubstr("called within the backward pass of a"));
+  const auto refused = ThrowsMessage<c10::Error>(HasSubstr("called during amp.backward"));
   EXPECT_THAT(within([&] { solo.pass(0.5); }), refused);
   EXPECT_THAT(within([&] { amp.step(solo.sgd); }), refused);
   EXPECT_THAT(within([&] { amp.zero_grad(solo.sgd); }), refused);
@@ -301,7 +301,7 @@ TEST(AmpOrder, RefusesTwoOptimizersOfOneParameter) {
   torch::optim::SGD first(model->parameters(), 1.0);
   torch::optim::SGD second(model->parameters(), 1.0);
   Amp amp = mezzo::initialize(model, {first, second}, scaled(OptLevel::O1()), kQuiet);
-  const auto refuses = ThrowsMessage<c10::Error>(HasSubstr("give it to one of them"));
+  const auto refuses = ThrowsMessage<c10::Error>(HasSubstr("pass it to one of them"));
   EXPECT_THAT([&] { amp.backward(amp.forward(model, filled(0.25)), {first, second}); }, refuses);
   EXPECT_THAT([&] { amp.backward(amp.forward(model, filled(0.25)), first); }, refuses);
 }

@@ -116,17 +116,17 @@ TEST(OptLevelContradictions, NameBothSidesAndWhatToDo) {
   const std::vector<std::pair<Make, std::string>> cases{
       {[] { return OptLevel::O1({.cast_model_type = torch::kHalf}); },
        "OptLevel O1: cast_model_type = float16 contradicts opt_level = O1, which casts inputs of "
-       "ops and leaves weights float32; choose O2 or O3 to cast the model, or leave the option "
+       "ops and keeps weights float32; choose O2 or O3 to cast the model, or leave the option "
        "out"},
       {[] { return OptLevel::O1_bf16({.cast_model_type = torch::kBFloat16}); },
        "cast_model_type = bfloat16 contradicts opt_level = O1_bf16"},
       {[] { return OptLevel::O1({.keep_batchnorm_fp32 = true}); },
-       "keep_batchnorm_fp32 = true contradicts opt_level = O1, whose op lists say"},
+       "keep_batchnorm_fp32 = true contradicts opt_level = O1, whose op lists choose"},
       {[] { return OptLevel::O1({.master_weights = false}); },
-       "master_weights = false contradicts opt_level = O1, whose weights are float32 themselves"},
+       "master_weights = false contradicts opt_level = O1, whose weights are float32"},
       {[] { return OptLevel::O2({.patch_torch_functions = true}); },
-       "patch_torch_functions = true contradicts opt_level = O2: only O1 and O1_bf16 cast op by "
-       "op"},
+       "patch_torch_functions = true contradicts opt_level = O2: only O1 and O1_bf16 run under "
+       "autocast"},
       {[] { return OptLevel::O0({.cast_model_type = torch::kHalf}); },
        "cast_model_type = float16 contradicts opt_level = O0, which is float32 throughout"},
       {[] { return OptLevel::O2_bf16({.cast_model_type = torch::kHalf, .loss_scale = 8.0}); },
@@ -136,7 +136,7 @@ TEST(OptLevelContradictions, NameBothSidesAndWhatToDo) {
        "OptLevel O0: master_weights = true contradicts cast_model_type = float32"},
       {[] { return OptLevel::O2({.cast_model_type = torch::kFloat}); },
        "OptLevel O2: master_weights = true contradicts cast_model_type = float32: masters are "
-       "float32 copies of half or bfloat16 weights; give master_weights = false, or cast the "
+       "float32 copies of float16 or bfloat16 weights; set master_weights = false, or cast the "
        "model"},
       {[] { return OptLevel::O3({.cast_model_type = torch::kDouble}); },
        "cast_model_type is float64; it should be float32, float16 or bfloat16"},
@@ -177,8 +177,8 @@ TEST(OptLevelText, IsApexsReport) {
   std::ostringstream text;
   text << OptLevel::O2({.keep_batchnorm_fp32 = false, .loss_scale = 128.0});
   EXPECT_EQ(text.str(),
-            "Selected optimization level O2:  a half model with float32 batch norms and float32 "
-            "master weights.\n"
+            "Selected optimization level O2:  FP16 training with FP32 batchnorm and FP32 master "
+            "weights.\n"
             "enabled                : True\n"
             "opt_level              : O2\n"
             "cast_model_type        : torch.float16\n"
