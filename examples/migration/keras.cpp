@@ -1,7 +1,6 @@
 // Keras's way: the optimizer is wrapped, and its step unscales, checks, and moves the scale.
 // Exits with 1 if the loss did not fall.
 #include <mezzo/mezzo.h>
-#include <mezzo/opt_levels.h>
 
 #include <torch/torch.h>
 
@@ -16,7 +15,7 @@ int main() {
   const torch::Tensor teacher = torch::randn({16, 4}, device);  // which class each input belongs to
 
   torch::optim::AdamW adamw(model->parameters(), 1e-2);
-  auto optimizer = mezzo::enable_mixed_precision(adamw);  // LossScaleOptimizer(adamw)
+  mezzo::LossScaleOptimizer optimizer(adamw);
 
   torch::Tensor first_loss, loss;  // on the device: item() would wait for it
   for (int step = 0; step < 60; ++step) {
@@ -29,7 +28,7 @@ int main() {
           {.device_type = device.type()});  // set_global_policy("mixed_float16")
       loss = torch::nn::functional::cross_entropy(model->forward(input), target);
     }
-    optimizer.scale(loss).backward();
+    optimizer.scale_loss(loss).backward();
     optimizer.step({.max_norm = 1.0});  // optimizer.apply(gradients)
 
     if (step == 0) first_loss = loss.detach();

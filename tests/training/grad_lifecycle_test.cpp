@@ -2,7 +2,7 @@
 // counts for the next one, with masters or without, with a scaler that is enabled or not.
 
 #include <mezzo/opt_levels/amp.h>
-#include <mezzo/opt_levels/loss_scale_optimizer.h>
+#include <mezzo/scaling/loss_scale_optimizer.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/master_weights.h>
 #include <mezzo/optim/sgd.h>
@@ -425,7 +425,7 @@ TEST(GradLifecycle, LossScaleOptimizerStepAfterZeroGradIsNoOp) {
     const torch::Tensor parameter = weight(storage_case.dtype);
     const OwnedOptimizer owned = storage_case.make({parameter});
     mezzo::LossScaleOptimizer optimizer(owned.ref(), {.init_scale = kScale});
-    optimizer.scale((parameter * 64).sum().to(torch::kFloat)).backward();
+    optimizer.scale_loss((parameter * 64).sum().to(torch::kFloat)).backward();
     optimizer.unscale_();
     optimizer.zero_grad();
     (void)optimizer.step();

@@ -25,7 +25,7 @@ using testing::ThrowsMessage;
 
 std::string precision_of(const OptLevel& level) { return level.precision().to_string(); }
 
-TEST(OptLevel, HasApexsPropertiesAndTheSameInBFloat16WithoutALossScale) {
+TEST(OptLevel, PropertiesMatchApex) {
   constexpr std::nullopt_t kNotCast = std::nullopt;
   struct Row {
     OptLevel level;
@@ -60,7 +60,7 @@ TEST(OptLevel, HasApexsPropertiesAndTheSameInBFloat16WithoutALossScale) {
   }
 }
 
-TEST(OptLevel, ScalesDynamicallyAsApexDoes) {
+TEST(OptLevel, DynamicScaleMatchesApex) {
   const GradScalerOptions rule = OptLevel::O2().loss_scale();
   EXPECT_EQ(rule.init_scale, 65536);
   EXPECT_EQ(rule.growth_factor, 2);
@@ -69,7 +69,7 @@ TEST(OptLevel, ScalesDynamicallyAsApexDoes) {
   EXPECT_EQ(rule.max_scale, 16777216);
 }
 
-TEST(OptLevelOverrides, ReplaceWhatTheyNameAndNothingElse) {
+TEST(OptLevelOverrides, ReplaceOnlyNamedProperties) {
   const OptLevel level = OptLevel::O2({.cast_model_type = torch::kBFloat16,
                                        .keep_batchnorm_fp32 = false,
                                        .loss_scale = 128.0,
@@ -91,7 +91,7 @@ TEST(OptLevelOverrides, ReplaceWhatTheyNameAndNothingElse) {
             "params=float32,compute=float32,output=float32");
 }
 
-TEST(OptLevelOverrides, TakeALossScaleAsPeopleWriteIt) {
+TEST(OptLevelOverrides, AcceptLossScaleAsNumberOrText) {
   EXPECT_EQ(OptLevel::O3({.loss_scale = "dynamic"}).loss_scale().max_scale, 16777216);
   EXPECT_EQ(OptLevel::O3({.loss_scale = std::string("128.0")}).loss_scale().init_scale, 128);
   EXPECT_EQ(OptLevel::O3({.loss_scale = 64}).loss_scale().init_scale, 64);
@@ -105,14 +105,14 @@ TEST(OptLevelOverrides, TakeALossScaleAsPeopleWriteIt) {
   EXPECT_THROW(OptLevel::O2({.loss_scale = -1.0}), c10::Error);
 }
 
-TEST(OptLevelOverrides, MayScaleDynamicallyWithoutAnythingInHalf) {
+TEST(OptLevelOverrides, AcceptDynamicScaleWithoutFloat16) {
   EXPECT_EQ(OptLevel::O0({.loss_scale = "dynamic"}).loss_scale().mode, LossScaleMode::dynamic);
   EXPECT_EQ(OptLevel::O3_bf16({.loss_scale = "dynamic"}).loss_scale().mode, LossScaleMode::dynamic);
 }
 
 using Make = std::function<OptLevel()>;
 
-TEST(OptLevelContradictions, NameBothSidesAndWhatToDo) {
+TEST(OptLevelOverrides, ThrowForContradictions) {
   const std::vector<std::pair<Make, std::string>> cases{
       {[] { return OptLevel::O1({.cast_model_type = torch::kHalf}); },
        "OptLevel O1: cast_model_type = float16 contradicts opt_level = O1, which casts inputs of "
@@ -148,7 +148,7 @@ TEST(OptLevelContradictions, NameBothSidesAndWhatToDo) {
   }
 }
 
-TEST(OptLevelContradictions, LeaveOutWhatSaysTheSame) {
+TEST(OptLevelOverrides, AcceptRedundantOverrides) {
   EXPECT_NO_THROW(OptLevel::O1({.cast_model_type = torch::kFloat}));
   EXPECT_NO_THROW(OptLevel::O1({.patch_torch_functions = true}));
   EXPECT_NO_THROW(OptLevel::O2({.patch_torch_functions = false}));
@@ -158,14 +158,14 @@ TEST(OptLevelContradictions, LeaveOutWhatSaysTheSame) {
   EXPECT_NO_THROW(OptLevel::O0({.keep_batchnorm_fp32 = true, .master_weights = false}));
 }
 
-TEST(OptLevelText, IsParsedByName) {
+TEST(OptLevelParse, AcceptsEveryName) {
   for (const char* name : {"O0", "O1", "O2", "O3", "O1_bf16", "O2_bf16", "O3_bf16"}) {
     EXPECT_EQ(OptLevel::parse(name).name(), name);
   }
   EXPECT_EQ(OptLevel::parse("O2", {.loss_scale = 16.0}).loss_scale().init_scale, 16);
 }
 
-TEST(OptLevelText, IsRefusedInApexsWords) {
+TEST(OptLevelParse, ThrowsApexErrorForUnknownName) {
   for (const std::string name : {"O4", "02", "o1", ""}) {
     EXPECT_THAT([&] { OptLevel::parse(name); },
                 ThrowsMessage<c10::Error>(HasSubstr("Unexpected optimization level " + name +
@@ -173,7 +173,7 @@ TEST(OptLevelText, IsRefusedInApexsWords) {
   }
 }
 
-TEST(OptLevelText, IsApexsReport) {
+TEST(OptLevelDescribe, MatchesApex) {
   std::ostringstream text;
   text << OptLevel::O2({.keep_batchnorm_fp32 = false, .loss_scale = 128.0});
   EXPECT_EQ(text.str(),
@@ -197,13 +197,13 @@ TEST(OptLevelText, IsApexsReport) {
             "loss_scale             : 128.0\n");
 }
 
-TEST(OptLevelText, ListsTheOptionsOnceWhereNothingIsOverridden) {
+TEST(OptLevelDescribe, ListsPropertiesOnceWithoutOverrides) {
   EXPECT_THAT(OptLevel::O2().describe(), Not(HasSubstr("After processing overrides")));
   EXPECT_THAT(OptLevel::O2({.loss_scale = 128.0}).describe(),
               HasSubstr("After processing overrides"));
 }
 
-TEST(OptLevelText, SaysNoneWhereALevelHasNoSay) {
+TEST(OptLevelDescribe, PrintsNoneForUnsetProperties) {
   const std::string text = OptLevel::O1().describe();
   EXPECT_THAT(text, AllOf(HasSubstr("cast_model_type        : None\n"),
                           HasSubstr("patch_torch_functions  : True\n"),

@@ -44,7 +44,7 @@ static_assert(
 static_assert(
     std::is_same_v<AutocastGuard<torch::kCPU>, AutocastGuard<torch::kCPU, torch::kBFloat16>>);
 
-TEST(AutocastGuard, LowersProductsToTheDeviceDefaultUntilTheScopeEnds) {
+TEST(AutocastGuard, LowersToDeviceDefaultUntilScopeEnds) {
   {
     const AutocastGuard<torch::kCPU> autocast;
     EXPECT_EQ(dtype_of_product(), torch::kBFloat16);
@@ -52,14 +52,14 @@ TEST(AutocastGuard, LowersProductsToTheDeviceDefaultUntilTheScopeEnds) {
   EXPECT_EQ(dtype_of_product(), torch::kFloat);
 }
 
-TEST(AutocastGuard, DefaultsToHalfOnCudaAndLeavesTheCpuAlone) {
+TEST(AutocastGuard, CudaDefaultsToFloat16AndIgnoresCpu) {
   const AutocastGuard<torch::kCUDA> autocast;
   EXPECT_TRUE(at::autocast::is_autocast_enabled(torch::kCUDA));
   EXPECT_EQ(at::autocast::get_autocast_dtype(torch::kCUDA), torch::kHalf);
   EXPECT_EQ(dtype_of_product(), torch::kFloat);
 }
 
-TEST(AutocastGuard, NestsAndRestoresTheOuterRegionAtEachExit) {
+TEST(AutocastGuard, NestingRestoresEnclosingRegion) {
   const Found before;
   {
     const AutocastGuard<torch::kCPU> outer;
@@ -76,7 +76,7 @@ TEST(AutocastGuard, NestsAndRestoresTheOuterRegionAtEachExit) {
   EXPECT_EQ(Found(), before);
 }
 
-TEST(AutocastGuard, RunsInFullPrecisionWhereItIsDisabledInsideARegion) {
+TEST(AutocastGuard, DisabledRunsFullPrecisionInsideRegion) {
   const AutocastGuard<torch::kCPU> outer;
   {
     const AutocastGuard<torch::kCPU> exact({.enabled = false});
@@ -90,7 +90,7 @@ TEST(AutocastGuard, RunsInFullPrecisionWhereItIsDisabledInsideARegion) {
   EXPECT_EQ(dtype_of_product(), torch::kBFloat16);
 }
 
-TEST(AutocastGuard, RestoresWhatItFoundWhenAnExceptionPassesThrough) {
+TEST(AutocastGuard, ExceptionRestoresPreviousState) {
   const Found before;
   const auto mismatched = [] {
     const AutocastGuard<torch::kCPU, torch::kHalf> autocast({.cache_enabled = false});
@@ -100,7 +100,7 @@ TEST(AutocastGuard, RestoresWhatItFoundWhenAnExceptionPassesThrough) {
   EXPECT_EQ(Found(), before);
 }
 
-TEST(AutocastGuard, RestoresAStateThatOthersHadSetByHand) {
+TEST(AutocastGuard, RestoresManuallySetState) {
   at::autocast::set_autocast_enabled(torch::kCPU, true);
   at::autocast::set_autocast_dtype(torch::kCPU, torch::kHalf);
   at::autocast::set_autocast_cache_enabled(false);
@@ -112,7 +112,7 @@ TEST(AutocastGuard, RestoresAStateThatOthersHadSetByHand) {
   at::autocast::set_autocast_cache_enabled(true);
 }
 
-TEST(AutocastGuard, TakesTheThreadsDtypeWithoutADtypeAsTorchDoes) {
+TEST(AutocastGuard, DefaultsToThreadDtype) {
   at::autocast::set_autocast_dtype(torch::kCPU, torch::kHalf);
   {
     const AutocastGuard guard({.device_type = torch::kCPU});
@@ -123,7 +123,7 @@ TEST(AutocastGuard, TakesTheThreadsDtypeWithoutADtypeAsTorchDoes) {
   EXPECT_EQ(mezzo::autocast({.device_type = torch::kCPU}, dtype_of_product), torch::kHalf);
 }
 
-TEST(AutocastGuard, TakesDeviceAndDtypeAsPythonDoes) {
+TEST(AutocastGuard, AcceptsTorchAutocastArguments) {
   {
     const mezzo::AutocastGuard autocast(torch::kCPU, torch::kHalf);
     EXPECT_EQ(dtype_of_product(), torch::kHalf);
@@ -141,7 +141,7 @@ TEST(AutocastGuard, TakesDeviceAndDtypeAsPythonDoes) {
   EXPECT_EQ(dtype_of_product(), torch::kBFloat16);
 }
 
-TEST(AutocastGuard, DeducesRuntimeDeviceUnlessTypeNamesIt) {
+TEST(AutocastGuard, DeducesRuntimeDevice) {
   const mezzo::AutocastOptions options{.device_type = torch::kCPU};
   AutocastGuard from_options(options), from_device(torch::kCPU);
   static_assert(std::is_same_v<decltype(from_options), AutocastGuard<>>);
@@ -158,7 +158,7 @@ TEST(AutocastGuard, DeducesRuntimeDeviceUnlessTypeNamesIt) {
   from_options.end();
 }
 
-TEST(AutocastGuard, EndsBeforeItsScopeDoes) {
+TEST(AutocastGuard, EndsBeforeScope) {
   const mezzo::AutocastGuard<torch::kCPU, torch::kHalf> outer;
   {
     mezzo::AutocastGuard<torch::kCPU> autocast;
@@ -177,18 +177,18 @@ TEST(AutocastGuard, EndsBeforeItsScopeDoes) {
   EXPECT_EQ(dtype_of_product(), torch::kHalf);
 }
 
-TEST(AutocastGuard, RefusesAnOutputDtypeThatAGuardCannotGive) {
+TEST(AutocastGuard, ThrowsForOutputDtype) {
   EXPECT_THAT([] { mezzo::AutocastGuard<torch::kCPU> guard({.output_dtype = torch::kFloat}); },
               ThrowsMessage<c10::Error>(HasSubstr("output_dtype: a guard has no result")));
   EXPECT_EQ(dtype_of_product(), torch::kFloat);
 }
 
-TEST(AutocastGuard, RefusesASettingWithoutADevice) {
+TEST(AutocastGuard, ThrowsForOptionsWithoutDevice) {
   EXPECT_THAT([] { AutocastGuard guard({.dtype = torch::kHalf}); },
               ThrowsMessage<c10::Error>(HasSubstr("device_type is not set")));
 }
 
-TEST(AutocastGuard, TakesDeviceAndDtypeOfItsTypeInASettingAndRefusesOthers) {
+TEST(AutocastGuard, ThrowsForOptionsThatContradictType) {
   {
     const AutocastGuard<torch::kCPU, torch::kHalf> same(
         {.device_type = torch::kCPU, .dtype = torch::kHalf});
@@ -202,7 +202,7 @@ TEST(AutocastGuard, TakesDeviceAndDtypeOfItsTypeInASettingAndRefusesOthers) {
                   HasSubstr("dtype is Half in the options and BFloat16 in the type")));
 }
 
-TEST(AutocastGuard, RefusesADtypeThatAutocastCannotLowerToAndChangesNothing) {
+TEST(AutocastGuard, UnsupportedDtypeThrowsAndPreservesState) {
   const Found before;
   for (const bool enabled : {true, false}) {
     EXPECT_THAT(
@@ -220,7 +220,7 @@ TEST(AutocastGuard, RefusesADtypeThatAutocastCannotLowerToAndChangesNothing) {
   EXPECT_EQ(Found(), before);
 }
 
-TEST(AutocastGuard, TakesApplesGpusAsLibtorchDoes) {
+TEST(AutocastGuard, AcceptsMps) {
   static_assert(mezzo::default_autocast_dtype(torch::kMPS) == torch::kHalf);
   static_assert(mezzo::is_autocast_dtype_supported(torch::kMPS, torch::kBFloat16));
   const Found before;
@@ -240,7 +240,7 @@ TEST(AutocastGuard, TakesApplesGpusAsLibtorchDoes) {
   EXPECT_EQ(mezzo::recommended_autocast(torch::kMPS).dtype, torch::kHalf);
 }
 
-TEST(AutocastGuard, RefusesADeviceTypeWithoutAutocast) {
+TEST(AutocastGuard, ThrowsForUnsupportedDevice) {
   EXPECT_THAT([] { AutocastGuard guard({.device_type = torch::kMeta}); },
               ThrowsMessage<c10::Error>(
                   HasSubstr("unsupported autocast device_type 'meta'; use cpu, cuda or mps")));

@@ -1,11 +1,10 @@
 /// \file
-/// LossScaleOptimizer, as in Keras: an optimizer that scales its loss, and unscales, checks, steps
-/// and moves the scale in one call. TensorFlow's `enable_mixed_precision_graph_rewrite` also
-/// returned one.
+/// LossScaleOptimizer: an optimizer with its GradScaler, as Keras has it.
 #pragma once
 
 #include <mezzo/base/grad_scaler_options.h>
 #include <mezzo/base/version.h>
+#include <mezzo/optim/optimizer_ref.h>
 #include <mezzo/optim/step_result.h>
 #include <mezzo/scaling/grad_scaler.h>
 
@@ -23,89 +22,89 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 /// The loss scale of Keras's LossScaleOptimizer: it starts at 2^15, and is otherwise torch's.
 inline constexpr GradScalerOptions kKerasLossScale{.init_scale = 32768.0};
 
-/// An optimizer together with its loss scale, Keras's LossScaleOptimizer:
+/// Scales the loss of an optimizer, and unscales, checks, steps and updates the scale in one call.
+/// Keras's LossScaleOptimizer:
 ///
 ///     torch::optim::Adam adam(model->parameters(), 1e-3);
-///     auto optimizer = mezzo::enable_mixed_precision(adam);
+///     mezzo::LossScaleOptimizer optimizer(adam);
 ///     for (auto& batch : *loader) {
 ///       optimizer.zero_grad();
 ///       torch::Tensor loss = ...;                      // under mezzo::AutocastGuard
-///       optimizer.scale(loss).backward();
+///       optimizer.scale_loss(loss).backward();
 ///       auto result = optimizer.step();                // or step({.max_norm = 1.0})
 ///     }
 ///
-/// `inner` is any optimizer of torch::optim or mezzo::optim, or a MasterWeights for a model of half
-/// weights. It must outlive this object, and keeps its own param groups, rates and state. Movable.
-/// One thread at a time. GradScaler documents which calls wait for a device.
+/// `inner` is any optimizer of torch::optim or mezzo::optim, or a MasterWeights for 16-bit weights.
+/// It must outlive this object, and keeps its param groups, learning rates and state. Movable. Not
+/// thread-safe. Host synchronization is that of GradScaler.
 class LossScaleOptimizer {
  public:
   /// \param options  Keras's initial_scale is `init_scale`, its dynamic_growth_steps
-  ///   `growth_interval`, and dynamic=False is `GradScalerOptions::fixed(128)`. Members omitted in braces
-  ///   have torch's defaults: `init_scale` is then 2^16, not kKerasLossScale's 2^15
+  ///   `growth_interval`, and dynamic=False is `GradScalerOptions::fixed(128)`. Options in braces
+  ///   start from torch's defaults: an omitted `init_scale` is 2^16
   /// \throws c10::Error if an option is out of range
   explicit LossScaleOptimizer(OptimizerRef inner,
                               const GradScalerOptions& options = kKerasLossScale)
       : inner_(inner), initial_scale_(options.init_scale), scaler_(options) {}
-  /// Refuses a bare number, which is ambiguous: write `{.init_scale = 128}` or, for a constant
-  /// scale, `GradScalerOptions::fixed(128)`.
-  LossScaleOptimizer(OptimizerRef, detail::BareNumber auto) = delete;
+  /// Deleted: a bare number is ambiguous. Write `{.init_scale = 128}` or, for a constant scale,
+  /// `GradScalerOptions::fixed(128)`.
+  LossScaleOptimizer(OptimizerRef, detail::BareNumber auto) = delete;  // {.init_scale = 128}
 
-  /// Returns the loss, a tensor or a nest of tensors, times the scale: Keras's scale_loss. See
-  /// GradScaler::scale.
+  /// Returns the loss, a tensor or a nest of tensors, times the scale. See GradScaler::scale.
   template <class Outputs>
-  [[nodiscard]] std::remove_cvref_t<Outputs> scale(const Outputs& outputs) {
-    if (std::exchange(threw_, false)) scaler_.discard_iteration();
+  [[nodiscard]] std::remove_cvref_t<Outputs> scale_loss(const Outputs& outputs) {
+    if (std::exchange(step_threw_, false)) scaler_.discard_iteration();
     return scaler_.scale(outputs);
   }
 
-  /// Unscales the gradients, so that they can be inspected or clipped before `step`: TensorFlow's
-  /// get_unscaled_gradients. Optional. See GradScaler::unscale_.
+  /// Unscales the gradients in place, for inspection or clipping before `step`. Optional.
+  /// TensorFlow's get_unscaled_gradients. See GradScaler::unscale_.
   void unscale_() { scaler_.unscale_(inner_); }
 
-  /// Unscales, checks, steps unless a gradient is inf or NaN, and moves the scale: Keras's apply.
-  /// Rethrows what the inner optimizer's step throws; then call `step` again, or call `zero_grad`
+  /// Unscales, checks, steps unless a gradient is inf or NaN, and updates the scale. Keras's apply.
+  /// Rethrows the exceptions of the inner optimizer's step; then call `step` again, or `zero_grad`
   /// and scale a new loss.
   /// \throws c10::Error if no loss was scaled, or no parameter has a gradient
   StepResult step(const StepOptions& options = {}) {
-    threw_ = true;
+    step_threw_ = true;
     StepResult result = scaler_.step(inner_, options);
-    threw_ = false;
+    step_threw_ = false;
     scaler_.update();
-    if (!is_counted_by_inner() && result.applied()) ++iterations_;
+    if (!inner_counts_steps() && result.applied()) ++iterations_;
     return result;
   }
 
-  /// Sets the gradients to zero, or drops them.
+  /// Sets the gradients to zero or, by default, to none.
   void zero_grad(bool set_to_none = true) { inner_.optimizer().zero_grad(set_to_none); }
 
-  /// Returns the number of applied steps, without skipped ones. With an optimizer of mezzo's the
-  /// device counts, and this call waits for it.
+  /// Returns the number of applied steps, without skipped ones. Synchronizes with the device of a
+  /// mezzo optimizer, which counts there.
   int64_t iterations() const {
-    return is_counted_by_inner() ? inner_.mixed_precision()->applied_steps() : iterations_;
+    return inner_counts_steps() ? inner_.mixed_precision()->applied_steps() : iterations_;
   }
 
-  /// Returns the present scale, Keras's dynamic_scale. Waits for the device.
+  /// Returns the current scale, Keras's dynamic_scale. Synchronizes with the host.
   double loss_scale() const { return scaler_.get_scale(); }
-  /// Returns the scale that this object was made with.
+  /// Returns the `init_scale` of the constructor.
   double initial_scale() const noexcept { return initial_scale_; }
-  /// Returns how many steps without a skip come before the scale doubles.
+  /// Returns the number of consecutive steps without inf or NaN after which the scale grows.
   int64_t dynamic_growth_steps() const noexcept { return scaler_.get_growth_interval(); }
-  /// Returns whether the scale changes by itself.
+  /// Returns whether the scale is dynamic.
   bool dynamic() const noexcept { return scaler_.options().mode == LossScaleMode::dynamic; }
 
-  /// Returns the optimizer that takes the steps.
+  /// Returns the wrapped optimizer.
   torch::optim::Optimizer& inner_optimizer() noexcept { return inner_.optimizer(); }
   /// Returns the scaler, for on_skip, state_dict and the like.
   GradScaler& scaler() noexcept { return scaler_; }
 
  private:
-  bool is_counted_by_inner() const { return inner_.mixed_precision() != nullptr; }
+  bool inner_counts_steps() const { return inner_.mixed_precision() != nullptr; }
 
   OptimizerRef inner_;
   double initial_scale_;
   GradScaler scaler_;
   int64_t iterations_ = 0;
-  bool threw_ = false;  // the last step threw, so that its iteration had no `update`
+  bool step_threw_ = false;  // the iteration had no `update`
 
   friend torch::serialize::OutputArchive& operator<<(torch::serialize::OutputArchive& archive,
                                                      const LossScaleOptimizer& optimizer);
@@ -115,16 +114,7 @@ class LossScaleOptimizer {
                             const LossScaleOptimizer& optimizer);
 };
 
-/// Returns `LossScaleOptimizer(optimizer, options)`. TensorFlow's function also rewrote the graph;
-/// here use mezzo::AutocastGuard around the forward pass.
-inline LossScaleOptimizer enable_mixed_precision(
-    OptimizerRef optimizer, const GradScalerOptions& options = kKerasLossScale) {
-  return LossScaleOptimizer(optimizer, options);
-}
-/// Refuses a bare number: TensorFlow's `loss_scale=128.0` is `GradScalerOptions::fixed(128)`.
-void enable_mixed_precision(OptimizerRef, detail::BareNumber auto) = delete;
-
-/// Writes the inner optimizer's state, the scaler's and the count of iterations:
+/// Writes the states of the inner optimizer and the scaler, and the number of iterations:
 /// `torch::save(optimizer, path)` (include <torch/serialize.h>).
 inline torch::serialize::OutputArchive& operator<<(torch::serialize::OutputArchive& archive,
                                                    const LossScaleOptimizer& optimizer) {
@@ -138,23 +128,23 @@ inline torch::serialize::OutputArchive& operator<<(torch::serialize::OutputArchi
   return archive;
 }
 
-/// Throws what loading the archive would throw, but for what the inner optimizer's `load` does, and
-/// changes nothing.
+/// Throws what `torch::load` would throw, except for the errors of the inner optimizer's `load`.
+/// Changes nothing.
 inline void check_archive(torch::serialize::InputArchive& archive,
                           const LossScaleOptimizer& optimizer) {
   torch::serialize::InputArchive inner, scaler;
   c10::IValue iterations;
-  const bool is_whole = archive.try_read("inner_optimizer", inner) &&
-                        archive.try_read("scaler", scaler) &&
-                        archive.try_read("iterations", iterations) && iterations.isInt();
-  TORCH_CHECK(is_whole,
-              "LossScaleOptimizer: the archive holds something else; load what "
+  const bool is_complete = archive.try_read("inner_optimizer", inner) &&
+                           archive.try_read("scaler", scaler) &&
+                           archive.try_read("iterations", iterations) && iterations.isInt();
+  TORCH_CHECK(is_complete,
+              "LossScaleOptimizer: the archive is not a LossScaleOptimizer's; load a file that "
               "torch::save(optimizer, path) wrote");
   check_archive(scaler, optimizer.scaler_);
 }
 
-/// Loads what `operator<<` wrote: `torch::load(optimizer, path)`.
-/// \throws c10::Error for the file of another kind of object; as the inner optimizer's `load` does
+/// Loads an archive that `operator<<` wrote: `torch::load(optimizer, path)`.
+/// \throws c10::Error for the archive of another class, and as the inner optimizer's `load` does
 inline torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive& archive,
                                                   LossScaleOptimizer& optimizer) {
   check_archive(archive, optimizer);  // before anything changes
@@ -167,9 +157,9 @@ inline torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive
   scaler >> optimizer.scaler_;
   optimizer.iterations_ = iterations.toInt();
   optim::MixedPrecisionOptimizer* const counting = optimizer.inner_.mixed_precision();
-  // A file of torch::optim::SGD holds no count; the optimizer has warned of it.
-  const bool lacks_count = counting != nullptr && counting->applied_steps() == 0;
-  if (lacks_count) counting->set_applied_steps(iterations.toInt());
+  // An archive of torch::optim::SGD has no step count; the inner optimizer has warned.
+  const bool lacks_steps = counting != nullptr && counting->applied_steps() == 0;
+  if (lacks_steps) counting->set_applied_steps(iterations.toInt());
   return archive;
 }
 

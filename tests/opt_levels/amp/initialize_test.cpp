@@ -121,7 +121,7 @@ std::vector<Expected> expected_dtypes() {
   };
 }
 
-TEST(Initialize, GivesEveryTensorItsDtypeAtEveryLevelWithEveryOptimizer) {
+TEST(AmpInitialize, DtypesAtEveryLevelWithEveryOptimizer) {
   for (const Expected& expected : expected_dtypes()) {
     for (const auto& make : optimizers()) {
       SCOPED_TRACE(expected.level);
@@ -161,7 +161,7 @@ TEST(Initialize, GivesEveryTensorItsDtypeAtEveryLevelWithEveryOptimizer) {
   }
 }
 
-TEST(Initialize, CastsNestedArgumentsAndLeavesTheRestAsItIs) {
+TEST(AmpForward, CastsNestedArguments) {
   struct Nested : torch::nn::Module {
     int& forward(std::vector<torch::Tensor> parts, std::map<int, torch::Tensor> more,
                  std::optional<torch::Tensor> maybe, int& counter, const std::string& name) {
@@ -185,7 +185,7 @@ TEST(Initialize, CastsNestedArgumentsAndLeavesTheRestAsItIs) {
   EXPECT_EQ(net->dtypes, (std::vector{torch::kHalf, torch::kLong, torch::kHalf, torch::kHalf}));
 }
 
-TEST(Initialize, CallsModulesInsideAModelAndRefusesOthers) {
+TEST(AmpForward, AcceptsSubmodulesAndThrowsForOthers) {
   Net net;
   auto amp = mezzo::initialize(net, OptLevel::O3_bf16(), kQuiet);
   EXPECT_EQ(amp.forward(net->head, torch::ones({1, 4})).scalar_type(), torch::kFloat);
@@ -209,7 +209,7 @@ struct PlainNet : torch::nn::Module {
   torch::ScalarType input_dtype = torch::kFloat;
 };
 
-TEST(Initialize, TakesAModelThatIsAVariableItself) {
+TEST(AmpInitialize, AcceptsModuleVariable) {
   PlainNet model, other;
   torch::optim::SGD optimizer(model.parameters(), 0.1), of_other(other.parameters(), 0.1);
   auto amp = mezzo::initialize(model, optimizer, OptLevel::O2_bf16(), kQuiet);
@@ -240,7 +240,7 @@ struct OwnNormImpl : torch::nn::NormImplBase<0, OwnNormImpl, torch::nn::BatchNor
   torch::Tensor forward(const torch::Tensor& input) { return input; }
 };
 
-TEST(Initialize, KeepsBatchNormsOfEveryKindInFloat32) {
+TEST(AmpInitialize, KeepsBatchNormsInFloat32) {
   const auto own = std::make_shared<OwnNormImpl>();
   const torch::nn::BatchNorm2d wrapped(4);
   const auto without_statistics = torch::nn::BatchNormOptions(4).track_running_stats(false);
@@ -259,7 +259,7 @@ TEST(Initialize, KeepsBatchNormsOfEveryKindInFloat32) {
   EXPECT_EQ(wrapped->running_mean.scalar_type(), torch::kFloat);
 }
 
-TEST(Initialize, CastsGradientsWithTheirParameters) {
+TEST(AmpInitialize, CastsGradientsWithParameters) {
   torch::nn::Linear net(2, 2);
   net(torch::ones({1, 2})).sum().backward();
   mezzo::initialize(net, OptLevel::O3(), kQuiet);
@@ -267,7 +267,7 @@ TEST(Initialize, CastsGradientsWithTheirParameters) {
   EXPECT_EQ(net->bias.grad().scalar_type(), torch::kHalf);
 }
 
-TEST(Initialize, LeavesFloat8BuffersAlone) {
+TEST(AmpInitialize, PreservesFloat8Buffers) {
   struct Quantized : torch::nn::Module {
     Quantized() { table = register_buffer("table", torch::ones({2}).to(torch::kFloat8_e4m3fn)); }
     torch::Tensor table;
@@ -277,7 +277,7 @@ TEST(Initialize, LeavesFloat8BuffersAlone) {
   EXPECT_EQ(model->table.scalar_type(), torch::kFloat8_e4m3fn);
 }
 
-TEST(Initialize, TakesAdagradWhichHasStateBeforeItsFirstStep) {
+TEST(AmpInitialize, AcceptsAdagradBeforeFirstStep) {
   for (const OptLevel& level : {OptLevel::O2(), OptLevel::O2_bf16(), OptLevel::O3()}) {
     torch::nn::Linear net(2, 2);
     torch::optim::Adagrad optimizer(net->parameters(), 0.5);
@@ -297,7 +297,7 @@ TEST(Initialize, TakesAdagradWhichHasStateBeforeItsFirstStep) {
 }
 
 /// One step of each after Amp and its masters are gone.
-TEST(Initialize, LeavesTheStateOfOptimizersUsableAlone) {
+TEST(AmpInitialize, OptimizerStepsAfterAmpIsDestroyed) {
   for (const auto& make : optimizers()) {
     Vector model;
     const auto optimizer = make(model->parameters());
@@ -314,7 +314,7 @@ TEST(Initialize, LeavesTheStateOfOptimizersUsableAlone) {
   }
 }
 
-TEST(Initialize, TakesPolicyEditsAtO1) {
+TEST(AmpInitialize, AcceptsOpOverridesAtO1) {
   torch::nn::Linear net(4, 2);
   const auto policy = mezzo::install_op_overrides(mezzo::OpOverrides().deny("aten::addmm"));
   auto amp = mezzo::initialize(net, OptLevel::O1(), {.verbosity = 0, .op_overrides = policy});
@@ -328,7 +328,7 @@ TEST(Initialize, TakesPolicyEditsAtO1) {
       ThrowsMessage<c10::Error>(HasSubstr("op_overrides have no effect at level O3")));
 }
 
-TEST(Initialize, AcceptsLevelAsText) {
+TEST(AmpInitialize, AcceptsLevelAsText) {
   torch::nn::Linear net(4, 2);
   torch::optim::SGD optimizer(net->parameters(), 0.1);
   EXPECT_EQ(mezzo::initialize(net, optimizer, "O1_bf16", kQuiet).level().name(), "O1_bf16");
@@ -345,7 +345,7 @@ std::string printed_by(const std::function<void()>& call) {
   return testing::internal::GetCapturedStdout() + testing::internal::GetCapturedStderr();
 }
 
-TEST(Initialize, PrintsTheLevelUnlessItIsToldNotTo) {
+TEST(AmpInitialize, PrintsLevelUnlessVerbosityIsZero) {
   torch::nn::Linear net(2, 2);
   const std::string text = printed_by([&] { mezzo::initialize(net, OptLevel::O1()); });
   EXPECT_EQ(text, OptLevel::O1().describe());
@@ -353,7 +353,7 @@ TEST(Initialize, PrintsTheLevelUnlessItIsToldNotTo) {
   EXPECT_EQ(printed_by([&] { mezzo::initialize(net, OptLevel::O1(), kQuiet); }), "");
 }
 
-TEST(Initialize, VerbosityZeroPrintsNothingAndOneEachSkipOnce) {
+TEST(AmpInitialize, VerbosityControlsSkipMessages) {
   const test_support::WarningRecorder warnings;  // libtorch's come once a process
   for (const auto& make : optimizers()) {
     for (const char* const level : {"O0", "O1", "O2", "O3"}) {
@@ -379,7 +379,7 @@ TEST(Initialize, VerbosityZeroPrintsNothingAndOneEachSkipOnce) {
   }
 }
 
-TEST(Initialize, DoesNothingWhenItIsNotEnabled) {
+TEST(AmpInitialize, DisabledIsNoOp) {
   Net net;
   torch::optim::SGD optimizer(net->parameters(), 0.1);
   mezzo::Amp amp = mezzo::initialize(net, optimizer, OptLevel::O2(), {.enabled = false});
@@ -399,7 +399,7 @@ void expect_error(const std::function<void()>& call, const std::string& text) {
   EXPECT_THAT(call, ThrowsMessage<c10::Error>(HasSubstr(text)));
 }
 
-TEST(InitializeErrors, NameWhatWasWrongAndChangeNothing) {
+TEST(AmpInitialize, ThrowsWithoutChangingAnything) {
   Net net;
   Net other;
   torch::optim::SGD optimizer(net->parameters(), 0.1);
