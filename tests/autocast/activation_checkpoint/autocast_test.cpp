@@ -149,7 +149,8 @@ TEST_P(ActivationCheckpointAutocast, RecomputesInAnotherThreadWithForwardState) 
   EXPECT_EQ(dtypes_, (std::vector{GetParam(), at::kFloat, GetParam(), at::kFloat}));
 }
 
-INSTANTIATE_TEST_SUITE_P(BothDtypes, ActivationCheckpointAutocast, testing::Values(at::kHalf, at::kBFloat16),
+INSTANTIATE_TEST_SUITE_P(BothDtypes, ActivationCheckpointAutocast,
+                         testing::Values(at::kHalf, at::kBFloat16),
                          [](const auto& dtype) { return c10::toString(dtype.param); });
 
 }  // namespace

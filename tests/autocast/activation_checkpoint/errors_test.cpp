@@ -38,12 +38,12 @@ TEST_F(ActivationCheckpointErrors, ThrowsForOtherParameters) {
   EXPECT_THAT(error_when_it_changes([this](const Tensor& x) { return x.mm(w_); },
                                     [this](const Tensor& x) { return x.mm(v_); }),
               testing::AllOf(HasSubstr("used other parameters"),
-                             HasSubstr("runs again during backward and must do the same then")));
+                             HasSubstr("runs again in backward and must compute the same")));
 }
 
 TEST_F(ActivationCheckpointErrors, ThrowsForParameterCreatedInside) {
   const auto block = [](const Tensor& x) { return x.mm(torch::ones({4, 4}).requires_grad_()); };
-  EXPECT_THAT(error_when_it_changes(block, block), HasSubstr("made such a tensor itself"));
+  EXPECT_THAT(error_when_it_changes(block, block), HasSubstr("created such a tensor"));
 }
 
 TEST_F(ActivationCheckpointErrors, ThrowsForMissingResult) {
@@ -54,7 +54,7 @@ TEST_F(ActivationCheckpointErrors, ThrowsForMissingResult) {
   const auto y = mezzo::activation_checkpoint(
       [&](const Tensor& x) { return list(std::exchange(again, true) ? 1 : 2)(x); }, x_);
   EXPECT_THAT(message_of([&] { (y[0] + y[1]).sum().backward(); }),
-              HasSubstr("result 1 of the first run is missing"));
+              HasSubstr("result 1 of the forward is missing"));
 }
 
 TEST_F(ActivationCheckpointErrors, ThrowsForDoubleBackward) {
@@ -62,7 +62,7 @@ TEST_F(ActivationCheckpointErrors, ThrowsForDoubleBackward) {
   EXPECT_THAT(message_of([&] {
                 torch::autograd::grad({y}, {x_}, {}, /*retain_graph=*/true, /*create_graph=*/true);
               }),
-              HasSubstr("gradients of gradients (create_graph) do not go through a checkpoint"));
+              HasSubstr("gradients of gradients (create_graph) are not supported"));
 }
 
 TEST_F(ActivationCheckpointErrors, ThrowsForArgumentModifiedBeforeBackward) {
