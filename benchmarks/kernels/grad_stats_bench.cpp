@@ -24,8 +24,8 @@ namespace {
 using torch::Tensor;
 
 void print(const Interleaved& variants, std::size_t base, double bytes) {
-  for (std::size_t i = 0; i < variants.peers().size(); ++i) {
-    std::printf("  %-44s %8.3f ms  best %8.3f", variants.peers()[i].name.c_str(),
+  for (std::size_t i = 0; i < variants.candidates().size(); ++i) {
+    std::printf("  %-44s %8.3f ms  best %8.3f", variants.candidates()[i].name.c_str(),
                 variants.median_ms(i), variants.best_ms(i));
     if (bytes > 0) std::printf("  %6.1f GB/s", bytes / variants.median_ms(i) * 1e-6);
     std::printf("  x %.2f\n", variants.median_ratio(i, base));

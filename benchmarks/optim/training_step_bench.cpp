@@ -115,7 +115,7 @@ void print_memory() {
     }
     Training<torch::nn::Sequential> training(way, model);
     for (int step = 0; step < 3; ++step) training.step(input);
-    allocator.forget_peak();
+    allocator.reset_peak();
     const int64_t between = allocator.in_use();
     training.step(input);
     const auto a_parameter = [&](int64_t bytes) {
