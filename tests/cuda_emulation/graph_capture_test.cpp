@@ -287,7 +287,7 @@ TEST_P(GraphCapture, CapturedResultFollowsLastReplay) {
     EXPECT_FALSE(result->ready());
     (void)eager.ready();  // must not query an event
     EXPECT_THAT(message_of([&] { (void)result->applied(); }),
-                HasSubstr("while a CUDA graph is being captured"));
+                HasSubstr("during a CUDA graph capture"));
   });
   EXPECT_THAT(message_of([&] { (void)result->applied(); }), HasSubstr("has not been replayed"));
   for (const float value : {1.0F, kInfinity, 2.0F}) {
