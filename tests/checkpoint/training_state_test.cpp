@@ -3,7 +3,7 @@
 #include <mezzo/autocast/autocast_guard.h>
 #include <mezzo/autocast/autocast_module.h>
 #include <mezzo/checkpoint/checkpoint.h>
-#include <mezzo/opt_levels/loss_scale_optimizer.h>
+#include <mezzo/scaling/loss_scale_optimizer.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/ema.h>
 #include <mezzo/optim/lr_schedule.h>

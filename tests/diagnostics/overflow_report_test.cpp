@@ -164,7 +164,7 @@ TEST(OverflowReport, LimitsLinesOfSkipsInARow) {
   for (int skip = 0; skip < 60; ++skip) skip_a_step(scaler, model);
   const std::string text = out.str();
   EXPECT_EQ(std::count(text.begin(), text.end(), '\n'), 22);
-  EXPECT_THAT(text, HasSubstr("(step 11 in a row that was skipped; from here on one in 1000"));
+  EXPECT_THAT(text, HasSubstr("(consecutive skips: 11; from now on every 1000th"));
   int heard = 0;
   OverflowReport report(*model, {.stream = nullptr, .callback = [&](const Overflow&) { ++heard; }});
   for (int skip = 1; skip <= 2000; ++skip) report({.consecutive_skips_at_min_scale = skip});

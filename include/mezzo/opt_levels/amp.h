@@ -7,6 +7,7 @@
 #include <mezzo/autocast/detail/autocast_region.h>
 #include <mezzo/autocast/detail/thread_op_overrides.h>
 #include <mezzo/base/model_refs.h>
+#include <mezzo/base/optimizer_refs.h>
 #include <mezzo/base/version.h>
 #include <mezzo/opt_levels/opt_level.h>
 #include <mezzo/optim/master_weights.h>
@@ -207,7 +208,7 @@ class Amp {
     at::Tensor scaled{};  ///< the loss to run backward from
     std::vector<ManagedOptimizer*> optimizers{};
     std::vector<std::unique_ptr<detail::GradientStash>>
-        aside{};  ///< an optimizer; null if it had none
+        stashes{};  ///< an optimizer; null if it had none
   };
 
   /// The autocast regions on a model's devices.

@@ -405,12 +405,12 @@ TEST(InitializeErrors, NameWhatWasWrongAndChangeNothing) {
       [&] {
         mezzo::initialize({net, net}, optimizer, level, kQuiet);
       },
-      "is model 0 again; give each model once");
+      "is the same module as model 0; pass each model once");
   expect_error(
       [&] {
         mezzo::initialize(net, {optimizer, optimizer}, level, kQuiet);
       },
-      "optimizer 1 is optimizer 0 again");
+      "optimizer 1 is the same object as optimizer 0");
   expect_error([&] { mezzo::initialize(Net(nullptr), optimizer, level, kQuiet); },
                "model 0 is empty; construct");
   expect_error([&] { mezzo::initialize(net, lbfgs, level, kQuiet); }, "LBFGS");
@@ -450,7 +450,7 @@ TEST(InitializeErrors, NameWhatWasWrongAndChangeNothing) {
   expect_error([&] { mezzo::initialize(std::make_shared<HalfBuffer>(), level, kQuiet); },
                "Found buffer table of ");
   expect_error([&] { mezzo::initialize(std::vector<Net>{}, level, kQuiet); },
-               "models: none was given");
+               "models: the list is empty");
   const std::vector<torch::optim::Optimizer*> pointers{&optimizer, nullptr};
   expect_error([&] { mezzo::initialize(net, pointers, level, kQuiet); },
                "optimizer 1 is a null pointer");

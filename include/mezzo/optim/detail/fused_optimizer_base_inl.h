@@ -305,7 +305,7 @@ MEZZO_INLINE GradStats FusedOptimizerBase::grad_stats(const StepPlan& plan,
                {param.pointers.gradient, param.pointers.numel, param.gradient_dtype});
   }
   return compute_grad_stats_of_ranges(
-      memory.all(), to_device(inv_scale, plan.params.front().parameter->device()));
+      memory.ranges(), to_device(inv_scale, plan.params.front().parameter->device()));
 }
 
 // --- Applying it -------------------------------------------------------------------------------
@@ -502,8 +502,9 @@ MEZZO_INLINE void FusedOptimizerBase::step_cpu(Params params, const Groups& grou
     last = &param;
     param.group = static_cast<std::uint32_t>(calls.size() - 1);
   }
-  run_step_cpu(params, calls, {.multipliers = *multipliers, .seed = weights_.seed},
-               zeroes_in_kernel);
+  run_step_cpu(
+      params, calls,
+      {.multipliers = *multipliers, .zeroes_grad = zeroes_in_kernel, .seed = weights_.seed});
   finish_step(params, calls, options.zero_grad, zeroes_in_kernel, copies);
 }
 
