@@ -4,6 +4,7 @@
 
 #include <mezzo/checkpoint/checkpoint.h>
 #include <mezzo/diagnostics/metrics_logger.h>
+#include <mezzo/diagnostics/run_report.h>
 
 #include <algorithm>
 #include <chrono>

@@ -1,6 +1,7 @@
 // A learning rate that is too high, in float16: activations overflow, nearly every step is skipped,
 // and the loss scale decreases. Prints mezzo's findings, and stops the run. Exits with 1 if the run
 // is not stopped.
+#include <mezzo/diagnostics/divergence_monitor.h>
 #include <mezzo/diagnostics/metrics_logger.h>
 #include <mezzo/diagnostics/overflow_report.h>
 #include <mezzo/mezzo.h>

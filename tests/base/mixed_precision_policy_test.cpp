@@ -41,9 +41,9 @@ TEST(MixedPrecisionPolicy, ThrowsForNonTrainingDtype) {
       [&] {
         (void)MixedPrecisionPolicy{.compute_dtype = torch::kFloat8_e4m3fn}.cast_to_compute(x);
       },
-      ThrowsMessage<c10::Error>(HasSubstr("compute is Float8_e4m3fn")));
+      ThrowsMessage<c10::Error>(HasSubstr("compute_dtype is Float8_e4m3fn")));
   EXPECT_THAT([&] { (void)MixedPrecisionPolicy{.output_dtype = torch::kBool}.cast_to_output(x); },
-              ThrowsMessage<c10::Error>(HasSubstr("output is Bool")));
+              ThrowsMessage<c10::Error>(HasSubstr("output_dtype is Bool")));
 }
 
 TEST(MixedPrecisionPolicyParse, ToStringMatchesJmp) {

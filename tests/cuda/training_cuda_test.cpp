@@ -12,6 +12,7 @@
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/adamw8bit.h>
 #include <mezzo/optim/ema.h>
+#include <mezzo/optim/ema_guard.h>
 #include <mezzo/optim/grad_buckets.h>
 #include <mezzo/optim/master_weights.h>
 #include <mezzo/optim/sgd.h>

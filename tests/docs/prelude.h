@@ -39,7 +39,7 @@ struct Batch {
 extern Net model, net_d, net_g, block, body, embedding;
 extern std::vector<Batch> batches;
 extern std::vector<Batch>* loader;
-extern std::vector<Batch>* part_of_this_rank;
+extern std::vector<Batch>* rank_loader;
 extern Batch batch, first_batch, last_batch;
 extern torch::Tensor x, y, loss, weight, copy, inv_scale;
 extern torch::nn::CrossEntropyLoss criterion;

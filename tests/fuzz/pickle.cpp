@@ -1,7 +1,8 @@
 #include <mezzo/checkpoint/checkpoint.h>
 #include <mezzo/checkpoint/detail/archive_conversion.h>
 #include <mezzo/checkpoint/detail/checkpoint_file.h>
-#include <mezzo/checkpoint/detail/state_file.h>
+#include <mezzo/checkpoint/detail/load_plan.h>
+#include <mezzo/checkpoint/detail/root_dict.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/adamw8bit.h>
 #include <mezzo/optim/detail/optimizer_archive.h>

@@ -16,6 +16,7 @@
 #include <mezzo/diagnostics/metrics_logger.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/ema.h>
+#include <mezzo/optim/ema_guard.h>
 #include <mezzo/optim/grad_buckets.h>
 #include <mezzo/optim/lr_schedule.h>
 #include <mezzo/optim/master_weights.h>

@@ -5,6 +5,7 @@
 #include <mezzo/checkpoint/checkpoint.h>
 #include <mezzo/opt_levels/amp.h>
 #include <mezzo/optim/ema.h>
+#include <mezzo/optim/ema_guard.h>
 
 #include <torch/torch.h>
 

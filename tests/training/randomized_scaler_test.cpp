@@ -2,6 +2,7 @@
 // reference in double that follows the documentation.
 
 #include <mezzo/optim/ema.h>
+#include <mezzo/optim/ema_guard.h>
 #include <mezzo/scaling/grad_scaler.h>
 
 #include <torch/torch.h>

@@ -128,7 +128,7 @@ struct GradScalerOptions {
   ///     if found_inf:
   ///         growth_tracker = 0
   ///         if hysteresis_tracker > 1: hysteresis_tracker -= 1
-  ///         else:                   scale = clamp(float(scale * backoff_factor))
+  ///         else:                      scale = clamp(float(scale * backoff_factor))
   ///     else:
   ///         hysteresis_tracker = hysteresis
   ///         growth_tracker += 1

@@ -9,7 +9,7 @@ namespace detail {
 
 MEZZO_COMPILED_GRAD_STATS_KERNELS()
 MEZZO_COMPILED_UNSCALE_KERNELS()
-MEZZO_COMPILED_RULES()
+MEZZO_COMPILED_OPTIMIZERS()
 
 }  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -65,9 +65,10 @@ concept DeviceLike = std::constructible_from<at::Device, const T&>;
 /// optimizer with an inf or NaN gradient skips its own step, and the scale backs off once.
 ///
 /// The scale is created on the device of the first scaled tensor. `get_scale`, `state_dict` and,
-/// for optimizers of torch::optim, `step` synchronize with the host; nothing else does. A step can
-/// be captured into a CUDA graph: docs/cuda.md. `scale` is thread-safe, the other methods are not.
-/// Optimizers must keep their address until `update`. Movable, not copyable.
+/// for optimizers of torch::optim, `step` synchronize with the host; other methods do not, unless
+/// their comment says so. A step can be captured into a CUDA graph: docs/cuda.md. `scale` is
+/// thread-safe, the other methods are not. Optimizers must keep their address until `update`.
+/// Movable, not copyable.
 class GradScaler {
  public:
   /// The keys and values of torch.amp.GradScaler's state_dict, and of mezzo's options.
@@ -82,6 +83,7 @@ class GradScaler {
   /// has no effect: the scale is created on the device of the first scaled tensor.
   /// \throws c10::Error if `device` is not a device, listing the device types
   explicit GradScaler(at::Device device, const GradScalerOptions& options = {});
+  /// Converts `device`, such as "cuda" or torch::kCUDA, to at::Device.
   explicit GradScaler(const detail::DeviceLike auto& device, const GradScalerOptions& options = {})
       : GradScaler(at::Device(device), options) {}
   /// Deleted: a bare number does not name its option. Write `GradScaler({.init_scale = 1024})` or,

@@ -22,7 +22,7 @@ namespace detail {
 
 inline std::string describe_param(const torch::optim::Optimizer& optimizer,
                                   const at::Tensor& parameter) {
-  return OptimizerDescription{"", optimizer.param_groups()}.describe(parameter);
+  return OptimizerDescription{"", optimizer.param_groups()}.describe_param(parameter);
 }
 
 /// The last call for an optimizer in an iteration.

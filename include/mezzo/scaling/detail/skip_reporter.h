@@ -1,17 +1,16 @@
 #pragma once
 
-#include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/grad_scaler_options.h>
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/graph_capture.h>
 #include <mezzo/optim/step_result.h>
+#include <mezzo/scaling/detail/scaled_clip_detector.h>
 #include <mezzo/scaling/skipped_step.h>
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <deque>
 #include <functional>
@@ -23,51 +22,6 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
-
-/// Detects clipping of scaled gradients by norm, and warns once (TORCH_WARN). The norm of the
-/// scaled gradients is then the same round number in each step, while their largest magnitude
-/// varies (on a constant batch or model both are constant). The norm of the unscaled gradients is
-/// not round, as it would be after clipping unscaled gradients.
-class ScaledClipDetector {
- public:
-  /// Observes one step. Ignores steps without a norm, and with an inf or NaN.
-  void observe(const StepResult& step) {
-    const double unscaled_norm = step.grad_norm().value_or(HUGE_VAL);
-    if (has_warned_ || is_nonfinite(unscaled_norm)) return;
-    const double norm = unscaled_norm * step.scale();
-    const double max_abs = *step.grad_max_abs() * step.scale();
-    if (!is_close(norm, norm_)) {
-      steps_ = 0;
-      norm_ = norm;
-      lowest_max_abs_ = highest_max_abs_ = max_abs;
-    }
-    lowest_max_abs_ = std::min(lowest_max_abs_, max_abs);
-    highest_max_abs_ = std::max(highest_max_abs_, max_abs);
-    const bool varies = highest_max_abs_ - lowest_max_abs_ > 1e-2 * highest_max_abs_;
-    if (++steps_ < 5 || !varies || !is_round(norm) || is_round(unscaled_norm)) return;
-    has_warned_ = true;
-    TORCH_WARN("GradScaler: the norm of the scaled gradients has been ", norm, " for ", steps_,
-               " consecutive steps, as if scaled gradients were clipped. With the loss scale ",
-               step.scale(), " this limits the norm of the unscaled gradients to ", unscaled_norm,
-               "; call scaler.unscale_(optimizer) before clipping, or clip with "
-               "scaler.step(optimizer, {.max_norm = ...})");
-  }
-
- private:
-  /// Relative tolerance 2e-4: clip_grad_norm_ accumulates in float32, and is up to 9e-5 off.
-  static bool is_close(double a, double b) { return std::abs(a - b) <= 2e-4 * b; }
-  /// Returns whether `value` has at most three significant decimal digits, two below 1e-3.
-  static bool is_round(double value) {
-    if (!(value > 0)) return false;
-    const double digits = value < 1e-3 ? 2 : 3;
-    const double unit = std::pow(10.0, std::floor(std::log10(value)) - (digits - 1));
-    return is_close(value, std::round(value / unit) * unit);
-  }
-
-  double norm_ = 0, lowest_max_abs_ = 0, highest_max_abs_ = 0;
-  int steps_ = 0;
-  bool has_warned_ = false;
-};
 
 /// Observes the results of a GradScaler's steps: calls the skip callback for each iteration with a
 /// skipped step, and warns once about clipped scaled gradients and about steps without a scaled
@@ -126,7 +80,7 @@ class SkipReporter {
       iterations_.pop_front();
       for (const StepResult& result : results) clip_detector_.observe(result);
       if (skipped_scale) {
-        notify(options, *skipped_scale, *next_scale);
+        notify_skipped_step(options, *skipped_scale, *next_scale);
       } else {
         consecutive_skips_at_min_scale_ = consecutive_skips_ = 0;
       }
@@ -136,12 +90,12 @@ class SkipReporter {
  private:
   using Results = std::vector<StepResult>;
 
-  static void print(const SkippedStep& skipped) {
+  static void print_skip_message(const SkippedStep& skipped) {
     const std::string line = limited_skip_message(skipped);
     if (!line.empty()) std::cerr << line + "\n";
   }
 
-  void notify(const GradScalerOptions& options, float scale, float next_scale) {
+  void notify_skipped_step(const GradScalerOptions& options, float scale, float next_scale) {
     const bool is_at_min_scale = scale == next_scale && next_scale <= options.min_scale;
     consecutive_skips_at_min_scale_ = is_at_min_scale ? consecutive_skips_at_min_scale_ + 1 : 0;
     ++consecutive_skips_;
@@ -154,7 +108,7 @@ class SkipReporter {
               .consecutive_skips = consecutive_skips_});
   }
 
-  Callback callback_ = &print;
+  Callback callback_ = &print_skip_message;
   int64_t consecutive_skips_at_min_scale_ = 0, consecutive_skips_ = 0;
   Results results_;                 // of this iteration
   std::deque<Results> iterations_;  // not reported yet: results or the next scale are not ready
