@@ -7,6 +7,7 @@
 #include <mezzo/scaling/grad_scaler.h>
 
 // Definitions.
+#include <mezzo/autocast/detail/autocast_op_list_inl.h>
 #include <mezzo/autocast/detail/op_overrides_inl.h>
 #include <mezzo/checkpoint/detail/checkpoint_inl.h>
 #include <mezzo/optim/detail/fused_optimizer_base_inl.h>

@@ -402,7 +402,7 @@ TEST(PrecisionCheck, PrintsMostSevereFirstWithin100Columns) {
 TEST(PrecisionCheck, ThrowsForInvalidArguments) {
   Attention model;
   EXPECT_THAT(message_of([&] { check_precision(model, rows(), torch::kMeta); }),
-              HasSubstr("device: no autocast on meta"));
+              HasSubstr("unsupported autocast device_type 'meta'"));
   EXPECT_THAT(
       message_of([&] { check_precision(model, rows(), torch::kCUDA); }),
       HasSubstr("expected all parameters on cuda, but norm.weight is on cpu; call model->to"));

@@ -554,7 +554,7 @@ TEST(GradLifecycle, ParamInTwoOptimizersThrowsWithWorkingAdvice) {
     return torch::tensor({first_grad, second_grad}, torch::kFloat);
   };
   EXPECT_THAT([&] { amp.backward(amp.forward(model, input(1, 1)), first); },
-              ThrowsMessage<c10::Error>(HasSubstr("; give it to one of them")));
+              ThrowsMessage<c10::Error>(HasSubstr("; pass it to one of them")));
   torch::optim::SGD sgd0({all[0]}, 1.0), sgd1({all[1]}, 1.0);
   auto separate = mezzo::initialize(model, {sgd0, sgd1}, level, options);
   separate.backward(separate.forward(model, input(1, 1)), {sgd0, sgd1}, {.loss_id = 0});

@@ -27,7 +27,7 @@ static_assert(mezzo::is_autocast_dtype_supported(torch::kCUDA, torch::kBFloat16)
 static_assert(!mezzo::is_autocast_dtype_supported(torch::kCUDA, torch::kFloat));
 static_assert(!mezzo::is_autocast_dtype_supported(torch::kMeta, torch::kHalf));
 
-TEST(CpuFeatures, OfThisMachineAreThoseOfProcCpuinfo) {
+TEST(CpuFeatures, MatchProcCpuinfo) {
   std::ifstream file("/proc/cpuinfo");
   if (!mezzo::detail::cpu_features().known || !file) {
     GTEST_SKIP() << "no x86-64, or no /proc/cpuinfo";
@@ -38,7 +38,7 @@ TEST(CpuFeatures, OfThisMachineAreThoseOfProcCpuinfo) {
   EXPECT_EQ(cpu.fp16, text.find(" avx512_fp16") != std::string::npos);
 }
 
-TEST(Recommended, PicksBFloat16OnACpuWithInstructionsForItAndSaysWhich) {
+TEST(RecommendedAutocast, ReturnsBFloat16ForNativeCpu) {
   const AutocastOptions zen = recommend_cpu({.known = true, .bf16 = true});
   EXPECT_TRUE(zen.enabled);
   EXPECT_EQ(zen.device_type, torch::kCPU);
@@ -46,7 +46,7 @@ TEST(Recommended, PicksBFloat16OnACpuWithInstructionsForItAndSaysWhich) {
   EXPECT_EQ(zen.reason, "bfloat16: this CPU has avx512_bf16");
 }
 
-TEST(Recommended, LeavesAutocastOffWhereTheCpuWouldEmulateIt) {
+TEST(RecommendedAutocast, DisabledForEmulatingCpu) {
   const AutocastOptions emulated = recommend_cpu({.known = true});
   EXPECT_FALSE(emulated.enabled);
   EXPECT_TRUE(mezzo::is_autocast_dtype_supported(torch::kCPU, *emulated.dtype))
@@ -56,13 +56,13 @@ TEST(Recommended, LeavesAutocastOffWhereTheCpuWouldEmulateIt) {
             "is slower than float32");
 }
 
-TEST(Recommended, LeavesAutocastOffOnACpuThatItCannotRead) {
+TEST(RecommendedAutocast, DisabledForUnknownCpu) {
   const AutocastOptions setting = recommend_cpu({});
   EXPECT_FALSE(setting.enabled);
   EXPECT_THAT(setting.reason, HasSubstr("on x86-64 only; set the dtype yourself"));
 }
 
-TEST(Recommended, PicksByComputeCapabilityOnCuda) {
+TEST(RecommendedAutocast, FollowsComputeCapabilityOnCuda) {
   const AutocastOptions hopper = recommend_cuda(ComputeCapability{9, 0});
   EXPECT_TRUE(hopper.enabled);
   EXPECT_EQ(hopper.dtype, torch::kBFloat16);
@@ -84,7 +84,7 @@ TEST(Recommended, PicksByComputeCapabilityOnCuda) {
             "float32 (autocast off): a GPU of compute capability 6.1 has no tensor cores");
 }
 
-TEST(Recommended, LeavesAutocastOffWithoutAGpu) {
+TEST(RecommendedAutocast, DisabledWithoutGpu) {
   EXPECT_EQ(recommend_cuda(std::nullopt).reason,
             "float32 (autocast off): libtorch sees no CUDA device");
   if (!torch::cuda::is_available()) {
@@ -97,20 +97,20 @@ TEST(Recommended, LeavesAutocastOffWithoutAGpu) {
   }
 }
 
-TEST(Recommended, RefusesADeviceWithoutAutocast) {
-  EXPECT_THAT(
-      [] { mezzo::recommended_autocast(torch::kMeta); },
-      ThrowsMessage<c10::Error>(HasSubstr("device: no autocast on meta; use cpu, cuda or mps")));
+TEST(RecommendedAutocast, ThrowsForUnsupportedDevice) {
+  EXPECT_THAT([] { mezzo::recommended_autocast(torch::kMeta); },
+              ThrowsMessage<c10::Error>(
+                  HasSubstr("unsupported autocast device_type 'meta'; use cpu, cuda or mps")));
 }
 
-TEST(ComputeCapability, ComesFromTheDriver) {
+TEST(ComputeCapability, ReadFromDriver) {
   const auto second = mezzo::detail::query_compute_capability(1, FAKE_CUDA_DRIVER);
   ASSERT_TRUE(second);
   EXPECT_EQ(second->major, 8);
   EXPECT_EQ(second->minor, 6);
 }
 
-TEST(ComputeCapability, IsUnknownWithoutADriverOrADevice) {
+TEST(ComputeCapability, UnknownWithoutDriverOrDevice) {
   EXPECT_FALSE(mezzo::detail::query_compute_capability(7, FAKE_CUDA_DRIVER));
   EXPECT_FALSE(mezzo::detail::query_compute_capability(0, "no_such_driver.so"));
   EXPECT_FALSE(mezzo::detail::query_compute_capability(0, "libm.so.6"));

@@ -1,4 +1,5 @@
 #include <mezzo/autocast/autocast_guard.h>
+#include <mezzo/autocast/autocast_state.h>
 #include <mezzo/autocast/op_overrides.h>
 
 #include <torch/library.h>
@@ -58,7 +59,7 @@ TEST(OpOverrides, AllowsDeniesPromotesAndIgnores) {
 }
 
 // No other test names these ops.
-TEST(OpOverrides, ChangesNothingUntilItIsInstalled) {
+TEST(OpOverrides, ThrowsUnlessInstalled) {
   const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::hardswish", "");
   const auto overrides = OpOverrides().deny("aten::hardswish");
   EXPECT_FALSE(op.hasKernelForDispatchKey(c10::DispatchKey::AutocastCPU));
@@ -66,9 +67,10 @@ TEST(OpOverrides, ChangesNothingUntilItIsInstalled) {
       HasSubstr("aten::hardswish"), HasSubstr("mezzo::install_op_overrides(overrides)"));
   EXPECT_THAT(message_of([&] { const AutocastGuard<kCPU> autocast({.op_overrides = overrides}); }),
               names_op_and_call);
-  EXPECT_THAT(
-      message_of([&] { std::ignore = mezzo::autocast<kCPU>([] {}, {.op_overrides = overrides}); }),
-      names_op_and_call);
+  EXPECT_THAT(message_of([&] {
+                std::ignore = mezzo::autocast_wrap<kCPU>({.op_overrides = overrides}, [] {});
+              }),
+              names_op_and_call);
   // What libtorch does with the op anyway has to be installed too: else it would work on one device
   // and not on another.
   EXPECT_THAT(message_of([] {
@@ -82,7 +84,7 @@ TEST(OpOverrides, ChangesNothingUntilItIsInstalled) {
 }
 
 // oneDNN has an LSTM in half on some processors only, in Python too.
-TEST(OpOverrides, RunsAnLstmUnderHalfOnEveryCpuWhereItsLayerIsDenied) {
+TEST(OpOverrides, DeniedLayerRunsLstmUnderFloat16) {
   torch::nn::LSTM lstm(torch::nn::LSTMOptions(8, 8));
   const auto overrides = install_op_overrides(OpOverrides().deny("aten::mkldnn_rnn_layer"));
   const auto x = torch::ones({3, 2, 8}, torch::requires_grad());
@@ -96,7 +98,7 @@ TEST(OpOverrides, RunsAnLstmUnderHalfOnEveryCpuWhereItsLayerIsDenied) {
   EXPECT_TRUE(x.grad().isfinite().all().item<bool>());
 }
 
-TEST(OpOverrides, LeavesDoubleIntegerAndDisabledRegionsAlone) {
+TEST(OpOverrides, IgnoresDoubleIntegerAndDisabledRegions) {
   const auto overrides = install_op_overrides(OpOverrides().allow("relu").deny("mm"));
   const AutocastGuard<kCPU> autocast({.op_overrides = overrides});
   EXPECT_EQ(torch::relu(ones_of(torch::kDouble)).scalar_type(), torch::kDouble);
@@ -115,7 +117,7 @@ TEST(OpOverrides, NamesOneOverloadOrAll) {
                                          {"aten::pow.Tensor_Tensor", CastPolicy::fp32}}));
 }
 
-TEST(OpOverrides, IsAValueWhoseLaterEditsWin) {
+TEST(OpOverrides, LaterEntriesTakePrecedence) {
   const auto first = OpOverrides().deny("mm");
   const auto second = first.allow("mm");
   EXPECT_EQ(first.cast_policy("mm", kCPU), CastPolicy::fp32);
@@ -124,7 +126,7 @@ TEST(OpOverrides, IsAValueWhoseLaterEditsWin) {
   EXPECT_EQ(OpOverrides().cast_policy("mm", kCPU), CastPolicy::lower_precision_fp);
 }
 
-TEST(OpOverrides, NestsAndEndsWithItsScope) {
+TEST(OpOverrides, NestsAndEndsWithScope) {
   const auto outer_overrides = install_op_overrides(OpOverrides().deny("mm").deny("softmax.int"));
   {
     const AutocastGuard<kCPU> outer({.op_overrides = outer_overrides});
@@ -143,7 +145,7 @@ TEST(OpOverrides, NestsAndEndsWithItsScope) {
   EXPECT_EQ(softmax_dtype(kBFloat16), kBFloat16);
 }
 
-TEST(OpOverrides, HoldsInItsOwnThreadAndGoesWhereTheStateIsHandedOver) {
+TEST(OpOverrides, PropagatesWithAutocastState) {
   const AutocastGuard<kCPU> autocast(
       {.op_overrides = install_op_overrides(OpOverrides().deny("mm"))});
   auto alone = kHalf;
@@ -157,21 +159,22 @@ TEST(OpOverrides, HoldsInItsOwnThreadAndGoesWhereTheStateIsHandedOver) {
   EXPECT_EQ(handed, kFloat);
 }
 
-TEST(OpOverrides, ReachesTheRunTimeGuardCallablesAndKeepsToItsDevice) {
+TEST(OpOverrides, AppliesToGuardsAndCallablesOnDevice) {
   const auto overrides = install_op_overrides(OpOverrides().deny("mm"));
   {
     const mezzo::AutocastGuard guard({.device_type = kCPU, .op_overrides = overrides});
     EXPECT_EQ(mm_dtype(), kFloat);
   }
   const auto product = [] { return mm_dtype(); };
-  EXPECT_EQ(mezzo::autocast<kCPU>(product, {.op_overrides = overrides})(), kFloat);
-  EXPECT_EQ(mezzo::autocast(product, {.device_type = kCPU, .op_overrides = overrides})(), kFloat);
+  EXPECT_EQ(mezzo::autocast_wrap<kCPU>({.op_overrides = overrides}, product)(), kFloat);
+  EXPECT_EQ(mezzo::autocast_wrap({.device_type = kCPU, .op_overrides = overrides}, product)(),
+            kFloat);
   const AutocastGuard<torch::kCUDA> cuda({.op_overrides = overrides});
   const AutocastGuard<kCPU> cpu;
   EXPECT_EQ(mm_dtype(), kBFloat16);
 }
 
-TEST(OpOverrides, RunsABannedOpInFloatWhereItIsDenied) {
+TEST(OpOverrides, DenyRunsBannedOpInFloat32) {
   const auto overrides = install_op_overrides(OpOverrides().deny("binary_cross_entropy"));
   const auto probability = torch::full({3}, 0.5);
   const AutocastGuard<kCPU> autocast({.op_overrides = overrides});
@@ -181,7 +184,7 @@ TEST(OpOverrides, RunsABannedOpInFloatWhereItIsDenied) {
 }
 
 /// As docs/migration.md says: libtorch's layers call addmm and matmul, and not linear.
-TEST(OpOverrides, ReachesLinearLayersByTheOpsThatTheyCall) {
+TEST(OpOverrides, DenyingCalledOpsAffectsLinearLayers) {
   torch::nn::Linear model(4, 4);
   const torch::Tensor input = torch::rand({2, 4});
   {
@@ -211,7 +214,7 @@ TEST(OpOverrides, CastsEinsumSumsAndNorms) {
   EXPECT_EQ(ones_of(kBFloat16).norm().scalar_type(), kFloat);
 }
 
-TEST(OpOverrides, RefusesNamesThatDoNotExist) {
+TEST(OpOverrides, ThrowsForUnknownOp) {
   EXPECT_THAT(message_of([] { return OpOverrides().deny("lineer"); }),
               HasSubstr("no operator \"aten::lineer\" is registered"));
   EXPECT_THAT(message_of([] { return OpOverrides().deny("aten::softmax.itn"); }),
@@ -220,7 +223,7 @@ TEST(OpOverrides, RefusesNamesThatDoNotExist) {
               HasSubstr("no operator \"aten::cat.\" is registered"));
 }
 
-TEST(OpOverrides, RefusesOpsThatWrite) {
+TEST(OpOverrides, ThrowsForInPlaceOp) {
   EXPECT_THAT(message_of([] { return OpOverrides().deny("relu_"); }), HasSubstr("writes into its"));
   EXPECT_THAT(message_of([] { return OpOverrides().deny("mm.out"); }),
               HasSubstr("writes into its"));
@@ -232,7 +235,7 @@ bool returns_alias(const c10::FunctionSchema& schema) {
                      [](const auto& result) { return result.alias_info() != nullptr; });
 }
 
-TEST(OpOverrides, RefusesToCastEveryOpWhoseSchemaReturnsAView) {
+TEST(OpOverrides, ThrowsForCastOfViewOp) {
   int views = 0;
   for (const auto& op_name : c10::Dispatcher::singleton().getAllOpNames()) {
     const auto op = c10::Dispatcher::singleton().findSchema(op_name);
@@ -248,7 +251,7 @@ TEST(OpOverrides, RefusesToCastEveryOpWhoseSchemaReturnsAView) {
   EXPECT_GT(views, 90);
 }
 
-TEST(OpPolicyText, RefusesToCastAView) {
+TEST(OpOverridesText, ThrowsForCastOfViewOp) {
   EXPECT_THAT(message_of([] { return OpOverrides::parse("allow relu\ndeny view\n"); }),
               HasSubstr("op overrides, line 2: op: aten::view may return a view"));
   EXPECT_THAT(message_of([] { return OpOverrides().deny("squeeze_"); }),
@@ -257,7 +260,7 @@ TEST(OpPolicyText, RefusesToCastAView) {
 }
 
 // dropout hands its argument back in evaluation, and its schema does not say so.
-TEST(OpOverrides, CopiesAnArgumentThatACastOpHandsBack) {
+TEST(OpOverrides, CopiesArgumentReturnedByCastOp) {
   const auto denying = install_op_overrides(OpOverrides().deny("dropout").deny("unsafe_chunk"));
   const auto allowing = install_op_overrides(OpOverrides().allow("dropout").allow("unsafe_chunk"));
   for (const auto& overrides : {denying, allowing}) {
@@ -278,7 +281,7 @@ TEST(OpOverrides, CopiesAnArgumentThatACastOpHandsBack) {
 }
 
 // The cast copy of a weight lies in libtorch's cache, which a write through the result would reach.
-TEST(OpOverrides, KeepsTheCacheOfCastsOutOfWhatACastOpHandsBack) {
+TEST(OpOverrides, ResultDoesNotAliasCachedCast) {
   const auto overrides = install_op_overrides(OpOverrides().allow("dropout"));
   const auto weight = torch::ones({2, 2}, torch::requires_grad());
   const AutocastGuard<kCPU> autocast({.op_overrides = overrides});
@@ -289,7 +292,7 @@ TEST(OpOverrides, KeepsTheCacheOfCastsOutOfWhatACastOpHandsBack) {
   EXPECT_EQ(torch::mm(torch::ones({1, 2}, kBFloat16), weight).sum().item<float>(), 4);
 }
 
-TEST(OpOverrides, LetsWritesThroughAViewReachItsBase) {
+TEST(OpOverrides, WritesThroughViewReachBase) {
   const AutocastGuard<kCPU> autocast(
       {.op_overrides = install_op_overrides(OpOverrides().ignore("view"))});
   const auto h = torch::zeros({2, 4}, kBFloat16);
@@ -297,13 +300,13 @@ TEST(OpOverrides, LetsWritesThroughAViewReachItsBase) {
   EXPECT_TRUE(torch::equal(h, torch::ones({2, 4}, kBFloat16)));
 }
 
-TEST(OpOverrides, KeepsTheDispatchersWarningOffTheTerminal) {
+TEST(OpOverrides, SuppressesDispatcherWarning) {
   testing::internal::CaptureStderr();
   const auto overrides = install_op_overrides(OpOverrides().deny("addmm"));
   EXPECT_EQ(testing::internal::GetCapturedStderr(), "");
 }
 
-TEST(OpPolicyText, RoundTrips) {
+TEST(OpOverridesText, RoundTrips) {
   const auto overrides =
       OpOverrides().allow("relu").deny("linear").ignore("mm").promote("mul.Tensor");
   EXPECT_EQ(OpOverrides::parse(overrides.to_string()).entries(), overrides.entries());
@@ -312,23 +315,23 @@ TEST(OpPolicyText, RoundTrips) {
             "allow aten::relu\ndeny aten::softmax.int\n");
 }
 
-TEST(OpPolicyText, ReadsVerbsSeveralOpsALineAndComments) {
+TEST(OpOverridesText, ParsesVerbsAndComments) {
   const auto overrides =
       OpOverrides::parse("# mine\nallow relu tanh  # both\n\n  deny aten::linear\n");
   EXPECT_EQ(overrides.entries(),
             OpOverrides().allow("relu").allow("tanh").deny("linear").entries());
 }
 
-TEST(OpPolicyText, NamesTheLineOfAnError) {
+TEST(OpOverridesText, ErrorNamesLine) {
   EXPECT_THAT(
       message_of([] { return OpOverrides::parse("allow relu\nforbid mm\n"); }),
-      HasSubstr("op overrides, line 2: \"forbid\" is no edit; use allow, deny, promote or ignore"));
+      HasSubstr("op overrides, line 2: unexpected \"forbid\"; use allow, deny, promote or ignore"));
   EXPECT_THAT(message_of([] { return OpOverrides::parse("allow\n"); }), HasSubstr("names no op"));
   EXPECT_THAT(message_of([] { return OpOverrides::parse("deny lineer\n"); }),
               HasSubstr("line 1: op: no operator \"aten::lineer\""));
 }
 
-TEST(OpPolicyText, ReadsAFileAndNamesOneThatIsNotThere) {
+TEST(OpOverridesText, ReadsFileAndReportsMissingOne) {
   const auto path = testing::TempDir() + "mezzo_policy.txt";
   std::ofstream(path) << "deny mm\nallow nosuchop\n";
   EXPECT_THAT(message_of([&] { return OpOverrides::from_file(path); }),
@@ -349,7 +352,7 @@ TORCH_LIBRARY(mezzo_policy_test, library) {
   library.impl("scaled_product", c10::DispatchKey::CPU, TORCH_FN(scaled_product));
 }
 
-TEST(OpOverrides, MakesARegisteredCustomOpTakePartByName) {
+TEST(OpOverrides, AppliesToCustomOp) {
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("mezzo_policy_test::scaled_product", "")
                              .typed<torch::Tensor(const torch::Tensor&, const torch::Tensor&)>();

@@ -6,7 +6,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <stdexcept>
+#include <optional>
+#include <sstream>
 #include <type_traits>
 
 #include "dtype_of_product.h"
@@ -43,7 +44,7 @@ static_assert(
 static_assert(
     std::is_same_v<AutocastGuard<torch::kCPU>, AutocastGuard<torch::kCPU, torch::kBFloat16>>);
 
-TEST(Autocast, LowersProductsToTheDeviceDefaultUntilTheScopeEnds) {
+TEST(AutocastGuard, LowersToDeviceDefaultUntilScopeEnds) {
   {
     const AutocastGuard<torch::kCPU> autocast;
     EXPECT_EQ(dtype_of_product(), torch::kBFloat16);
@@ -51,14 +52,14 @@ TEST(Autocast, LowersProductsToTheDeviceDefaultUntilTheScopeEnds) {
   EXPECT_EQ(dtype_of_product(), torch::kFloat);
 }
 
-TEST(Autocast, DefaultsToHalfOnCudaAndLeavesTheCpuAlone) {
+TEST(AutocastGuard, CudaDefaultsToFloat16AndIgnoresCpu) {
   const AutocastGuard<torch::kCUDA> autocast;
   EXPECT_TRUE(at::autocast::is_autocast_enabled(torch::kCUDA));
   EXPECT_EQ(at::autocast::get_autocast_dtype(torch::kCUDA), torch::kHalf);
   EXPECT_EQ(dtype_of_product(), torch::kFloat);
 }
 
-TEST(Autocast, NestsAndRestoresTheOuterRegionAtEachExit) {
+TEST(AutocastGuard, NestingRestoresEnclosingRegion) {
   const Found before;
   {
     const AutocastGuard<torch::kCPU> outer;
@@ -75,7 +76,7 @@ TEST(Autocast, NestsAndRestoresTheOuterRegionAtEachExit) {
   EXPECT_EQ(Found(), before);
 }
 
-TEST(Autocast, RunsInFullPrecisionWhereItIsDisabledInsideARegion) {
+TEST(AutocastGuard, DisabledRunsFullPrecisionInsideRegion) {
   const AutocastGuard<torch::kCPU> outer;
   {
     const AutocastGuard<torch::kCPU> exact({.enabled = false});
@@ -89,7 +90,7 @@ TEST(Autocast, RunsInFullPrecisionWhereItIsDisabledInsideARegion) {
   EXPECT_EQ(dtype_of_product(), torch::kBFloat16);
 }
 
-TEST(Autocast, RestoresWhatItFoundWhenAnExceptionPassesThrough) {
+TEST(AutocastGuard, ExceptionRestoresPreviousState) {
   const Found before;
   const auto mismatched = [] {
     const AutocastGuard<torch::kCPU, torch::kHalf> autocast({.cache_enabled = false});
@@ -99,7 +100,7 @@ TEST(Autocast, RestoresWhatItFoundWhenAnExceptionPassesThrough) {
   EXPECT_EQ(Found(), before);
 }
 
-TEST(Autocast, RestoresAStateThatOthersHadSetByHand) {
+TEST(AutocastGuard, RestoresManuallySetState) {
   at::autocast::set_autocast_enabled(torch::kCPU, true);
   at::autocast::set_autocast_dtype(torch::kCPU, torch::kHalf);
   at::autocast::set_autocast_cache_enabled(false);
@@ -111,7 +112,7 @@ TEST(Autocast, RestoresAStateThatOthersHadSetByHand) {
   at::autocast::set_autocast_cache_enabled(true);
 }
 
-TEST(AutocastGuard, TakesTheThreadsDtypeWithoutADtypeAsTorchDoes) {
+TEST(AutocastGuard, DefaultsToThreadDtype) {
   at::autocast::set_autocast_dtype(torch::kCPU, torch::kHalf);
   {
     const AutocastGuard guard({.device_type = torch::kCPU});
@@ -122,16 +123,42 @@ TEST(AutocastGuard, TakesTheThreadsDtypeWithoutADtypeAsTorchDoes) {
   EXPECT_EQ(mezzo::autocast({.device_type = torch::kCPU}, dtype_of_product), torch::kHalf);
 }
 
-TEST(AutocastGuard, TakesDeviceAndDtypeAsPythonDoes) {
+TEST(AutocastGuard, AcceptsTorchAutocastArguments) {
   {
     const mezzo::AutocastGuard autocast(torch::kCPU, torch::kHalf);
     EXPECT_EQ(dtype_of_product(), torch::kHalf);
+  }
+  {
+    const AutocastGuard outer(torch::kCPU);
+    const AutocastGuard disabled(torch::kCPU, std::nullopt, /*enabled=*/false);
+    EXPECT_EQ(dtype_of_product(), torch::kFloat);
+  }
+  {
+    const AutocastGuard uncached(torch::kCPU, torch::kHalf, true, /*cache_enabled=*/false);
+    EXPECT_FALSE(at::autocast::is_autocast_cache_enabled());
   }
   const mezzo::AutocastGuard autocast(torch::Device("cpu"));
   EXPECT_EQ(dtype_of_product(), torch::kBFloat16);
 }
 
-TEST(Autocast, EndsBeforeItsScopeDoes) {
+TEST(AutocastGuard, DeducesRuntimeDevice) {
+  const mezzo::AutocastOptions options{.device_type = torch::kCPU};
+  AutocastGuard from_options(options), from_device(torch::kCPU);
+  static_assert(std::is_same_v<decltype(from_options), AutocastGuard<>>);
+  static_assert(std::is_same_v<decltype(from_device), AutocastGuard<>>);
+  static_assert(!std::is_default_constructible_v<AutocastGuard<>>);
+  static_assert(!std::is_constructible_v<AutocastGuard<>, const char*>);
+  static_assert(!std::is_constructible_v<AutocastGuard<torch::kCPU>, torch::DeviceType>);
+  std::optional<AutocastGuard<>> member;
+  member.emplace(torch::kCPU, torch::kHalf);
+  EXPECT_EQ(dtype_of_product(), torch::kHalf);
+  member.reset();
+  EXPECT_EQ(dtype_of_product(), torch::kBFloat16);
+  from_device.end();
+  from_options.end();
+}
+
+TEST(AutocastGuard, EndsBeforeScope) {
   const mezzo::AutocastGuard<torch::kCPU, torch::kHalf> outer;
   {
     mezzo::AutocastGuard<torch::kCPU> autocast;
@@ -150,18 +177,18 @@ TEST(Autocast, EndsBeforeItsScopeDoes) {
   EXPECT_EQ(dtype_of_product(), torch::kHalf);
 }
 
-TEST(Autocast, RefusesAnOutputDtypeThatAGuardCannotGive) {
+TEST(AutocastGuard, ThrowsForOutputDtype) {
   EXPECT_THAT([] { mezzo::AutocastGuard<torch::kCPU> guard({.output_dtype = torch::kFloat}); },
-              testing::ThrowsMessage<c10::Error>(testing::HasSubstr("a guard returns nothing")));
+              ThrowsMessage<c10::Error>(HasSubstr("output_dtype: a guard has no result")));
   EXPECT_EQ(dtype_of_product(), torch::kFloat);
 }
 
-TEST(AutocastGuard, RefusesASettingWithoutADevice) {
+TEST(AutocastGuard, ThrowsForOptionsWithoutDevice) {
   EXPECT_THAT([] { AutocastGuard guard({.dtype = torch::kHalf}); },
-              ThrowsMessage<c10::Error>(HasSubstr("device_type: the AutocastOptions have none")));
+              ThrowsMessage<c10::Error>(HasSubstr("device_type is not set")));
 }
 
-TEST(Autocast, TakesDeviceAndDtypeOfItsTypeInASettingAndRefusesOthers) {
+TEST(AutocastGuard, ThrowsForOptionsThatContradictType) {
   {
     const AutocastGuard<torch::kCPU, torch::kHalf> same(
         {.device_type = torch::kCPU, .dtype = torch::kHalf});
@@ -169,13 +196,13 @@ TEST(Autocast, TakesDeviceAndDtypeOfItsTypeInASettingAndRefusesOthers) {
   }
   EXPECT_THAT([] { AutocastGuard<torch::kCPU> autocast({.device_type = torch::kCUDA}); },
               ThrowsMessage<c10::Error>(
-                  HasSubstr("device_type: the AutocastOptions say cuda, the guard's type cpu")));
+                  HasSubstr("device_type is cuda in the options and cpu in the type")));
   EXPECT_THAT([] { AutocastGuard<torch::kCPU> autocast({.dtype = torch::kHalf}); },
               ThrowsMessage<c10::Error>(
-                  HasSubstr("dtype: the AutocastOptions say Half, the guard's type BFloat16")));
+                  HasSubstr("dtype is Half in the options and BFloat16 in the type")));
 }
 
-TEST(AutocastGuard, RefusesADtypeThatAutocastCannotLowerToAndChangesNothing) {
+TEST(AutocastGuard, UnsupportedDtypeThrowsAndPreservesState) {
   const Found before;
   for (const bool enabled : {true, false}) {
     EXPECT_THAT(
@@ -184,8 +211,8 @@ TEST(AutocastGuard, RefusesADtypeThatAutocastCannotLowerToAndChangesNothing) {
               {.device_type = torch::kCPU, .dtype = torch::kFloat, .enabled = enabled});
         },
         ThrowsMessage<c10::Error>(
-            HasSubstr("dtype: autocast on cpu cannot lower to Float; use Half "
-                      "or BFloat16")));
+            HasSubstr("In CPU autocast, but the target dtype Float is not supported; use Half or "
+                      "BFloat16")));
     EXPECT_EQ(Found(), before);
   }
   EXPECT_THROW(AutocastGuard guard({.device_type = torch::kCUDA, .dtype = torch::kDouble}),
@@ -193,7 +220,7 @@ TEST(AutocastGuard, RefusesADtypeThatAutocastCannotLowerToAndChangesNothing) {
   EXPECT_EQ(Found(), before);
 }
 
-TEST(AutocastGuard, TakesApplesGpusAsLibtorchDoes) {
+TEST(AutocastGuard, AcceptsMps) {
   static_assert(mezzo::default_autocast_dtype(torch::kMPS) == torch::kHalf);
   static_assert(mezzo::is_autocast_dtype_supported(torch::kMPS, torch::kBFloat16));
   const Found before;
@@ -213,12 +240,30 @@ TEST(AutocastGuard, TakesApplesGpusAsLibtorchDoes) {
   EXPECT_EQ(mezzo::recommended_autocast(torch::kMPS).dtype, torch::kHalf);
 }
 
-TEST(AutocastGuard, RefusesADeviceTypeWithoutAutocast) {
-  EXPECT_THAT(
-      [] { AutocastGuard guard({.device_type = torch::kMeta}); },
-      ThrowsMessage<c10::Error>(HasSubstr("device: no autocast on meta; use cpu, cuda or mps")));
+TEST(AutocastGuard, ThrowsForUnsupportedDevice) {
+  EXPECT_THAT([] { AutocastGuard guard({.device_type = torch::kMeta}); },
+              ThrowsMessage<c10::Error>(
+                  HasSubstr("unsupported autocast device_type 'meta'; use cpu, cuda or mps")));
   EXPECT_THROW(AutocastGuard guard({.device_type = torch::kMeta, .dtype = torch::kHalf}),
                c10::Error);
+}
+
+TEST(AutocastOptions, PrintsMembersThatAreSet) {
+  const auto print = [](const mezzo::AutocastOptions& options) {
+    std::ostringstream text;
+    text << options;
+    return text.str();
+  };
+  EXPECT_EQ(print({}), "AutocastOptions(enabled=true)");
+  EXPECT_EQ(print({.device_type = torch::kCUDA, .dtype = torch::kHalf}),
+            "AutocastOptions(device_type=cuda, dtype=Half, enabled=true)");
+  EXPECT_EQ(print({.device_type = torch::kCPU,
+                   .enabled = false,
+                   .output_dtype = torch::kFloat,
+                   .cache_enabled = true,
+                   .reason = "no instructions"}),
+            "AutocastOptions(device_type=cpu, enabled=false, output_dtype=Float, "
+            "cache_enabled=true, reason=\"no instructions\")");
 }
 
 // mezzo declares libtorch's functions itself: an overload of its own would make these ambiguous.

@@ -81,7 +81,7 @@ struct Trio {
 };
 
 // The idea of Apex's test_multiple_models_optimizers_losses.
-TEST(ScaleLoss, SkipsOptimizersOfTheLossThatOverflowedAndLowersItsScaleAlone) {
+TEST(AmpBackward, OverflowSkipsAndLowersOwnScaleOnly) {
   for (const auto& make : makers()) {
     for (const OptLevel& level : levels()) {
       for (const int bad_loss : {-1, 0, 1, 2}) {
@@ -117,7 +117,7 @@ TEST(ScaleLoss, SkipsOptimizersOfTheLossThatOverflowedAndLowersItsScaleAlone) {
 }
 
 // A gradient is a view into a bucket, whose memory the next backward pass writes to.
-TEST(ScaleLoss, AddsUpGradientsThatLieInBuckets) {
+TEST(AmpBackward, AccumulatesGradientsInBuckets) {
   Vector model;
   mezzo::GradBuckets buckets(model->parameters());
   mezzo::optim::SGD optimizer(model->parameters(), mezzo::optim::SGDOptions(1));
@@ -133,7 +133,7 @@ TEST(ScaleLoss, AddsUpGradientsThatLieInBuckets) {
   EXPECT_EQ(weight_of(model), 0.5F);
 }
 
-TEST(ScaleLoss, KeepsGradientsThatHalfWouldLose) {
+TEST(AmpBackward, PreservesGradientsThatUnderflowFloat16) {
   for (const auto& make : makers()) {
     Vector model;
     const auto optimizer = make(model->parameters());
@@ -148,7 +148,7 @@ TEST(ScaleLoss, KeepsGradientsThatHalfWouldLose) {
 }
 
 // Apex's DCGAN: losses 0 and 1 train the critic, 2 the generator, each in its own half of a step.
-TEST(ScaleLoss, TrainsAGanWhereOneLossOverflowsAndTheOtherOptimizerSteps) {
+TEST(AmpBackward, GanOverflowSkipsOneOptimizer) {
   torch::manual_seed(0);
   torch::nn::Linear generator(2, 3);
   torch::nn::Linear critic(3, 1);
@@ -185,7 +185,7 @@ TEST(ScaleLoss, TrainsAGanWhereOneLossOverflowsAndTheOtherOptimizerSteps) {
   EXPECT_EQ(amp.scaler(1).get_scale(), kScale);
 }
 
-TEST(ScaleLoss, SkipsWhereGradientsAreBrokenAfterwards) {
+TEST(AmpStep, SkipsOnInfAfterBackward) {
   for (const auto& make : makers()) {
     for (const OptLevel& level : levels()) {
       Vector model;
@@ -200,7 +200,7 @@ TEST(ScaleLoss, SkipsWhereGradientsAreBrokenAfterwards) {
 }
 
 // torch.amp's recipe: the gradient that the penalty is about is unscaled out of place.
-TEST(ScaleLoss, TakesAGradientPenaltyThroughDoubleBackward) {
+TEST(AmpBackward, SupportsGradientPenalty) {
   for (const OptLevel& level : {OptLevel::O0(), OptLevel::O1(), OptLevel::O2()}) {
     torch::manual_seed(0);
     torch::nn::Linear net(3, 1);
@@ -238,7 +238,7 @@ TEST(ScaleLoss, TakesAGradientPenaltyThroughDoubleBackward) {
   }
 }
 
-TEST(AmpState, ResumesInApexsFormAndInFull) {
+TEST(AmpStateDict, ResumesFromApexAndFullForm) {
   const auto make = [](const std::shared_ptr<VectorImpl>& model,
                        torch::optim::Optimizer& optimizer) {
     return mezzo::initialize(model, optimizer, scaled(OptLevel::O2()),
@@ -277,7 +277,7 @@ TEST(AmpState, ResumesInApexsFormAndInFull) {
   EXPECT_EQ(resumed.state_dict(), state);
 }
 
-TEST(AmpState, InACheckpointIsCheckedBeforeAnythingIsLoaded) {
+TEST(AmpStateDict, CheckpointValidatedBeforeLoading) {
   Vector model, other;
   torch::optim::SGD optimizer(model->parameters(), 1.0), of_other(other->parameters(), 1.0);
   Amp one = mezzo::initialize(model, optimizer, OptLevel::O1(), {.verbosity = 0});
@@ -295,7 +295,7 @@ TEST(AmpState, InACheckpointIsCheckedBeforeAnythingIsLoaded) {
   EXPECT_EQ(epoch, 9);
 }
 
-TEST(AmpState, OfWhichOneEntryIsBadLeavesAllAsTheyWere) {
+TEST(AmpStateDict, BadEntryPreservesAllScalers) {
   Vector model;
   torch::optim::SGD optimizer(model->parameters(), 1.0);
   Amp amp = mezzo::initialize(model, optimizer, scaled(OptLevel::O2()),
@@ -315,7 +315,7 @@ TEST(AmpState, OfWhichOneEntryIsBadLeavesAllAsTheyWere) {
   }
 }
 
-TEST(AmpErrors, NameTheWrongOrder) {
+TEST(Amp, ThrowsForWrongCallOrder) {
   Vector model;
   torch::optim::SGD optimizer(model->parameters(), 1.0);
   torch::optim::SGD stranger(model->parameters(), 1.0);
@@ -328,8 +328,8 @@ TEST(AmpErrors, NameTheWrongOrder) {
   expect([&] { amp.backward(loss, optimizer, {.loss_id = 1}); }, "loss_id is 1");
   expect([&] { amp.backward(loss, optimizer, {.loss_id = -1}); }, "loss_id is -1");
   expect([&] { amp.forward(Vector(nullptr), filled(0.5)); }, "an empty holder or a null pointer");
-  expect([&] { amp.backward(loss, {}); }, "name the optimizers");
-  expect([&] { amp.backward(loss, stranger); }, "was not given to mezzo::initialize");
+  expect([&] { amp.backward(loss, {}); }, "backward: no optimizer");
+  expect([&] { amp.backward(loss, stranger); }, "was not passed to mezzo::initialize");
   expect([&] { amp.backward(torch::Tensor(), optimizer); }, "loss is undefined");
   amp.backward(loss, optimizer);
   amp.step(optimizer);

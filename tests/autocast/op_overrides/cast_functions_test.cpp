@@ -27,7 +27,7 @@ Tensor ones(at::ScalarType dtype) { return torch::ones({2, 2}, dtype); }
 
 at::ScalarType dtype_seen(const Tensor& x) { return x.scalar_type(); }
 
-TEST(CastFunctions, CastInARegionAndNowhereElse) {
+TEST(CastFunctions, CastOnlyInRegions) {
   const auto exact = mezzo::float_function(dtype_seen);
   const auto lowered = mezzo::half_function(dtype_seen);
   EXPECT_EQ(exact(ones(kHalf)), kHalf);
@@ -44,14 +44,14 @@ TEST(CastFunctions, CastInARegionAndNowhereElse) {
   EXPECT_EQ(lowered(ones(kFloat)), kFloat);
 }
 
-TEST(CastFunctions, RunTheFunctionWithAutocastOff) {
+TEST(CastFunctions, RunWithAutocastDisabled) {
   const auto product = [](const Tensor& a, const Tensor& b) { return torch::mm(a, b); };
   const AutocastGuard<kCPU> autocast;
   EXPECT_EQ(mezzo::float_function(product)(ones(kFloat), ones(kFloat)).scalar_type(), kFloat);
   EXPECT_EQ(product(ones(kFloat), ones(kFloat)).scalar_type(), kBFloat16);
 }
 
-TEST(CastFunctions, ReturnACopyWhereTheFunctionReturnsItsArgument) {
+TEST(CastFunctions, CopyReturnedArgument) {
   const auto same = mezzo::float_function([](const Tensor& x) -> const Tensor& { return x; });
   const AutocastGuard<kCPU> autocast;
   const Tensor x = ones(kHalf);
@@ -59,7 +59,7 @@ TEST(CastFunctions, ReturnACopyWhereTheFunctionReturnsItsArgument) {
   EXPECT_TRUE(torch::equal(result, ones(kFloat)));
 }
 
-TEST(CastFunctions, PromoteToTheWidest) {
+TEST(CastFunctions, PromoteToWidestDtype) {
   const auto seen = mezzo::promote_function([](const Tensor& a, const std::vector<Tensor>& b) {
     return std::pair(a.scalar_type(), b.at(0).scalar_type());
   });
@@ -73,7 +73,7 @@ TEST(CastFunctions, PromoteToTheWidest) {
   EXPECT_EQ(call(kBFloat16, kDouble), std::pair(kBFloat16, kDouble));
 }
 
-TEST(CastFunctions, LeaveDoubleAndIntegerTensorsAlone) {
+TEST(CastFunctions, IgnoreDoubleAndIntegerTensors) {
   const auto lowered = mezzo::half_function(dtype_seen);
   const AutocastGuard<kCPU> autocast;
   EXPECT_EQ(lowered(ones(kDouble)), kDouble);
@@ -81,7 +81,7 @@ TEST(CastFunctions, LeaveDoubleAndIntegerTensorsAlone) {
   EXPECT_FALSE(mezzo::half_function([](const Tensor& x) { return x.defined(); })(Tensor()));
 }
 
-TEST(CastFunctions, ReachTensorsInNestedContainers) {
+TEST(CastFunctions, CastTensorsInNestedContainers) {
   using Containers = std::tuple<std::optional<Tensor>, std::map<std::string, std::vector<Tensor>>,
                                 std::pair<int, Tensor>>;
   const auto lowered = mezzo::half_function([](const Containers& nested, at::TensorList list,
@@ -98,7 +98,7 @@ TEST(CastFunctions, ReachTensorsInNestedContainers) {
   EXPECT_EQ(list[0].scalar_type(), kFloat);  // the caller's stay as they are
 }
 
-TEST(CastFunctions, ForwardOtherArgumentsAndResultsPerfectly) {
+TEST(CastFunctions, ForwardOtherArgumentsPerfectly) {
   const auto f =
       mezzo::float_function([](const Tensor&, std::unique_ptr<int> owned, int& counter) -> int& {
         counter += *owned;
@@ -122,7 +122,7 @@ TEST(CastFunctions, AreDifferentiable) {
   EXPECT_TRUE(torch::equal(x.grad(), torch::full({2}, 3.0)));
 }
 
-TEST(CastFunctions, RefuseDtypesThatAutocastDoesNotKnow) {
+TEST(CastFunctions, ThrowForUnsupportedDtype) {
   EXPECT_THROW((void)mezzo::cast_inputs(kDouble, dtype_seen), c10::Error);
   EXPECT_THROW((void)mezzo::cast_inputs(torch::kInt, dtype_seen), c10::Error);
 }

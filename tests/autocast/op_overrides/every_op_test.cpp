@@ -163,13 +163,13 @@ const std::vector<std::string> kWithoutCpuKernel = {"aten::mkldnn_rnn_layer",
 
 // A libtorch with CUDA adds cuDNN's RNN, whose kernel under autocast also lays out the weights
 // anew.
-TEST(EveryOp, HasASample) {
+TEST(AutocastEveryOp, HasSample) {
   EXPECT_EQ(without_sample(mezzo::autocast_op_list(torch::kCPU)), std::vector<std::string>());
   EXPECT_THAT(without_sample(mezzo::autocast_op_list(torch::kCUDA)),
               IsSubsetOf({"aten::_cudnn_rnn"}));
 }
 
-TEST(EveryOp, OnTheCpuEqualsAManualCast) {
+TEST(AutocastEveryOp, CpuEqualsManualCast) {
   const auto list = mezzo::autocast_op_list(torch::kCPU);
   for (const auto lower : {torch::kBFloat16, torch::kHalf}) {
     EXPECT_THAT(compare_all(list, {torch::kCPU, lower}, {}), IsSubsetOf(kWithoutCpuKernel));
@@ -207,7 +207,7 @@ mezzo::AutocastOpList list_of(const mezzo::OpOverrides& overrides) {
   return {torch::kCPU, overrides.entries()};
 }
 
-TEST(EveryOp, OnTheCpuDoesWhatAPolicyLikeCudasListsSays) {
+TEST(AutocastEveryOp, CpuFollowsOverridesLikeCudaLists) {
   const auto overrides = mezzo::install_op_overrides(like_cuda());
   EXPECT_THAT(compare_all(list_of(overrides), {torch::kCPU, torch::kBFloat16}, overrides),
               IsSubsetOf({"aten::_scaled_dot_product_flash_attention", "aten::_thnn_fused_gru_cell",
@@ -215,7 +215,7 @@ TEST(EveryOp, OnTheCpuDoesWhatAPolicyLikeCudasListsSays) {
                           "aten::cudnn_convolution_transpose", "aten::norm.names_ScalarOpt_dim"}));
 }
 
-TEST(EveryOp, OnCudaEqualsAManualCast) {
+TEST(AutocastEveryOp, CudaEqualsManualCast) {
   if (!torch::cuda::is_available()) {
     GTEST_SKIP() << "no CUDA device";
   }

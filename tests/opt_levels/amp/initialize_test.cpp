@@ -121,7 +121,7 @@ std::vector<Expected> expected_dtypes() {
   };
 }
 
-TEST(Initialize, GivesEveryTensorItsDtypeAtEveryLevelWithEveryOptimizer) {
+TEST(AmpInitialize, DtypesAtEveryLevelWithEveryOptimizer) {
   for (const Expected& expected : expected_dtypes()) {
     for (const auto& make : optimizers()) {
       SCOPED_TRACE(expected.level);
@@ -161,7 +161,7 @@ TEST(Initialize, GivesEveryTensorItsDtypeAtEveryLevelWithEveryOptimizer) {
   }
 }
 
-TEST(Initialize, CastsNestedArgumentsAndLeavesTheRestAsItIs) {
+TEST(AmpForward, CastsNestedArguments) {
   struct Nested : torch::nn::Module {
     int& forward(std::vector<torch::Tensor> parts, std::map<int, torch::Tensor> more,
                  std::optional<torch::Tensor> maybe, int& counter, const std::string& name) {
@@ -185,7 +185,7 @@ TEST(Initialize, CastsNestedArgumentsAndLeavesTheRestAsItIs) {
   EXPECT_EQ(net->dtypes, (std::vector{torch::kHalf, torch::kLong, torch::kHalf, torch::kHalf}));
 }
 
-TEST(Initialize, CallsModulesInsideAModelAndRefusesOthers) {
+TEST(AmpForward, AcceptsSubmodulesAndThrowsForOthers) {
   Net net;
   auto amp = mezzo::initialize(net, OptLevel::O3_bf16(), kQuiet);
   EXPECT_EQ(amp.forward(net->head, torch::ones({1, 4})).scalar_type(), torch::kFloat);
@@ -195,7 +195,7 @@ TEST(Initialize, CallsModulesInsideAModelAndRefusesOthers) {
       [&] {
         (void)amp.forward(other, torch::ones({1, 4}));
       },
-      ThrowsMessage<c10::Error>(HasSubstr("is none of the models that were given")));
+      ThrowsMessage<c10::Error>(HasSubstr("was not passed to mezzo::initialize")));
 }
 
 /// As pytorch/examples writes a model: a module, and no holder around it.
@@ -209,7 +209,7 @@ struct PlainNet : torch::nn::Module {
   torch::ScalarType input_dtype = torch::kFloat;
 };
 
-TEST(Initialize, TakesAModelThatIsAVariableItself) {
+TEST(AmpInitialize, AcceptsModuleVariable) {
   PlainNet model, other;
   torch::optim::SGD optimizer(model.parameters(), 0.1), of_other(other.parameters(), 0.1);
   auto amp = mezzo::initialize(model, optimizer, OptLevel::O2_bf16(), kQuiet);
@@ -240,7 +240,7 @@ struct OwnNormImpl : torch::nn::NormImplBase<0, OwnNormImpl, torch::nn::BatchNor
   torch::Tensor forward(const torch::Tensor& input) { return input; }
 };
 
-TEST(Initialize, KeepsBatchNormsOfEveryKindInFloat32) {
+TEST(AmpInitialize, KeepsBatchNormsInFloat32) {
   const auto own = std::make_shared<OwnNormImpl>();
   const torch::nn::BatchNorm2d wrapped(4);
   const auto without_statistics = torch::nn::BatchNormOptions(4).track_running_stats(false);
@@ -259,7 +259,7 @@ TEST(Initialize, KeepsBatchNormsOfEveryKindInFloat32) {
   EXPECT_EQ(wrapped->running_mean.scalar_type(), torch::kFloat);
 }
 
-TEST(Initialize, CastsGradientsWithTheirParameters) {
+TEST(AmpInitialize, CastsGradientsWithParameters) {
   torch::nn::Linear net(2, 2);
   net(torch::ones({1, 2})).sum().backward();
   mezzo::initialize(net, OptLevel::O3(), kQuiet);
@@ -267,7 +267,7 @@ TEST(Initialize, CastsGradientsWithTheirParameters) {
   EXPECT_EQ(net->bias.grad().scalar_type(), torch::kHalf);
 }
 
-TEST(Initialize, LeavesFloat8BuffersAlone) {
+TEST(AmpInitialize, PreservesFloat8Buffers) {
   struct Quantized : torch::nn::Module {
     Quantized() { table = register_buffer("table", torch::ones({2}).to(torch::kFloat8_e4m3fn)); }
     torch::Tensor table;
@@ -277,7 +277,7 @@ TEST(Initialize, LeavesFloat8BuffersAlone) {
   EXPECT_EQ(model->table.scalar_type(), torch::kFloat8_e4m3fn);
 }
 
-TEST(Initialize, TakesAdagradWhichHasStateBeforeItsFirstStep) {
+TEST(AmpInitialize, AcceptsAdagradBeforeFirstStep) {
   for (const OptLevel& level : {OptLevel::O2(), OptLevel::O2_bf16(), OptLevel::O3()}) {
     torch::nn::Linear net(2, 2);
     torch::optim::Adagrad optimizer(net->parameters(), 0.5);
@@ -292,12 +292,12 @@ TEST(Initialize, TakesAdagradWhichHasStateBeforeItsFirstStep) {
     other(torch::ones({1, 2})).sum().backward();
     stepped.step();
     EXPECT_THAT([&] { mezzo::initialize(other, stepped, level, kQuiet); },
-                ThrowsMessage<c10::Error>(HasSubstr("has stepped already")));
+                ThrowsMessage<c10::Error>(HasSubstr("has already stepped")));
   }
 }
 
 /// One step of each after Amp and its masters are gone.
-TEST(Initialize, LeavesTheStateOfOptimizersUsableAlone) {
+TEST(AmpInitialize, OptimizerStepsAfterAmpIsDestroyed) {
   for (const auto& make : optimizers()) {
     Vector model;
     const auto optimizer = make(model->parameters());
@@ -314,7 +314,7 @@ TEST(Initialize, LeavesTheStateOfOptimizersUsableAlone) {
   }
 }
 
-TEST(Initialize, TakesPolicyEditsAtO1) {
+TEST(AmpInitialize, AcceptsOpOverridesAtO1) {
   torch::nn::Linear net(4, 2);
   const auto policy = mezzo::install_op_overrides(mezzo::OpOverrides().deny("aten::addmm"));
   auto amp = mezzo::initialize(net, OptLevel::O1(), {.verbosity = 0, .op_overrides = policy});
@@ -325,7 +325,16 @@ TEST(Initialize, TakesPolicyEditsAtO1) {
             torch::kHalf);
   EXPECT_THAT(
       [&] { mezzo::initialize(net, OptLevel::O3(), {.verbosity = 0, .op_overrides = policy}); },
-      ThrowsMessage<c10::Error>(HasSubstr("policy: the level O3 casts no ops")));
+      ThrowsMessage<c10::Error>(HasSubstr("op_overrides have no effect at level O3")));
+}
+
+TEST(AmpInitialize, AcceptsLevelAsText) {
+  torch::nn::Linear net(4, 2);
+  torch::optim::SGD optimizer(net->parameters(), 0.1);
+  EXPECT_EQ(mezzo::initialize(net, optimizer, "O1_bf16", kQuiet).level().name(), "O1_bf16");
+  EXPECT_EQ(mezzo::initialize(net, std::string("O3"), kQuiet).level().name(), "O3");
+  EXPECT_THAT([&] { mezzo::initialize(net, optimizer, "01"); },
+              ThrowsMessage<c10::Error>(HasSubstr("Options are 'O0', 'O1', 'O2', 'O3'")));
 }
 
 /// Returns what `call` writes to the standard output, and behind it to the error stream.
@@ -336,7 +345,7 @@ std::string printed_by(const std::function<void()>& call) {
   return testing::internal::GetCapturedStdout() + testing::internal::GetCapturedStderr();
 }
 
-TEST(Initialize, PrintsTheLevelUnlessItIsToldNotTo) {
+TEST(AmpInitialize, PrintsLevelUnlessVerbosityIsZero) {
   torch::nn::Linear net(2, 2);
   const std::string text = printed_by([&] { mezzo::initialize(net, OptLevel::O1()); });
   EXPECT_EQ(text, OptLevel::O1().describe());
@@ -344,7 +353,7 @@ TEST(Initialize, PrintsTheLevelUnlessItIsToldNotTo) {
   EXPECT_EQ(printed_by([&] { mezzo::initialize(net, OptLevel::O1(), kQuiet); }), "");
 }
 
-TEST(Initialize, VerbosityZeroPrintsNothingAndOneEachSkipOnce) {
+TEST(AmpInitialize, VerbosityControlsSkipMessages) {
   const test_support::WarningRecorder warnings;  // libtorch's come once a process
   for (const auto& make : optimizers()) {
     for (const char* const level : {"O0", "O1", "O2", "O3"}) {
@@ -370,7 +379,7 @@ TEST(Initialize, VerbosityZeroPrintsNothingAndOneEachSkipOnce) {
   }
 }
 
-TEST(Initialize, DoesNothingWhenItIsNotEnabled) {
+TEST(AmpInitialize, DisabledIsNoOp) {
   Net net;
   torch::optim::SGD optimizer(net->parameters(), 0.1);
   mezzo::Amp amp = mezzo::initialize(net, optimizer, OptLevel::O2(), {.enabled = false});
@@ -390,7 +399,7 @@ void expect_error(const std::function<void()>& call, const std::string& text) {
   EXPECT_THAT(call, ThrowsMessage<c10::Error>(HasSubstr(text)));
 }
 
-TEST(InitializeErrors, NameWhatWasWrongAndChangeNothing) {
+TEST(AmpInitialize, ThrowsWithoutChangingAnything) {
   Net net;
   Net other;
   torch::optim::SGD optimizer(net->parameters(), 0.1);
@@ -400,7 +409,7 @@ TEST(InitializeErrors, NameWhatWasWrongAndChangeNothing) {
     return [&, list] { mezzo::initialize(models, list, level, kQuiet); };
   };
   expect_error(make(other, mezzo::OptimizerRefs(optimizer)),
-               "optimizer 0 holds no parameter of the models that were given");
+               "optimizer 0 has no parameter of the models");
   expect_error(
       [&] {
         mezzo::initialize({net, net}, optimizer, level, kQuiet);
@@ -432,10 +441,11 @@ TEST(InitializeErrors, NameWhatWasWrongAndChangeNothing) {
   other->head->to(torch::kHalf);
   expect_error([&] { mezzo::initialize(other, OptLevel::O0(), kQuiet); },
                "Found param head.weight of ");
-  expect_error([&] { mezzo::initialize(other, OptLevel::O0(), kQuiet); },
-               "with type float16, expected float32. When using amp.initialize, you do not need to "
-               "call .half() on your model before passing it, no matter what optimization level "
-               "you choose. In C++: call model->to(torch::kFloat) before making the optimizer");
+  expect_error(
+      [&] { mezzo::initialize(other, OptLevel::O0(), kQuiet); },
+      "with type float16, expected float32. When using amp.initialize, you do not need to "
+      "call .half() on your model before passing it, no matter what optimization level "
+      "you choose. In C++: call model->to(torch::kFloat) before constructing the optimizer");
   struct Quantized : torch::nn::Module {
     Quantized() {
       const torch::Tensor weight = torch::ones({2}).to(torch::kFloat8_e4m3fn);
@@ -443,7 +453,7 @@ TEST(InitializeErrors, NameWhatWasWrongAndChangeNothing) {
     }
   };
   expect_error([&] { mezzo::initialize(std::make_shared<Quantized>(), level, kQuiet); },
-               "with type Float8_e4m3fn, expected float32. What is quantized cannot be trained");
+               "with type Float8_e4m3fn, expected float32. Quantized tensors cannot be trained");
   struct HalfBuffer : torch::nn::Module {
     HalfBuffer() { register_buffer("table", torch::ones({2}, torch::kHalf)); }
   };
@@ -459,12 +469,12 @@ TEST(InitializeErrors, NameWhatWasWrongAndChangeNothing) {
   };
   const auto elsewhere = std::make_shared<Elsewhere>();
   expect_error([&] { mezzo::initialize(elsewhere, OptLevel::O1(), kQuiet); },
-               "on meta; mixed precision is for models on cpu, cuda and mps");
+               "on meta; move the model to cpu, cuda or mps first");
 
   torch::optim::Adam adam(net->parameters(), 0.1);
   net(images()).logits.sum().backward();
   adam.step();
-  expect_error([&] { mezzo::initialize(net, adam, level, kQuiet); }, "has stepped already");
+  expect_error([&] { mezzo::initialize(net, adam, level, kQuiet); }, "has already stepped");
   EXPECT_NO_THROW(mezzo::initialize(net, adam, OptLevel::O1(), kQuiet));
 }
 

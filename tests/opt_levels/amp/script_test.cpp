@@ -21,7 +21,7 @@ using test_support::script_model;
 
 const mezzo::InitializeOptions kSilent{.verbosity = 0};
 
-TEST(InitializeScript, CastsAllButWhatABatchNormReads) {
+TEST(AmpScriptModule, KeepsBatchNormsInFloat32) {
   for (const OptLevel& level : {OptLevel::O2_bf16(), OptLevel::O3_bf16()}) {
     const auto script = script_model();
     mezzo::initialize(mezzo::ScriptModule(script), level, kSilent);
@@ -57,7 +57,7 @@ double loss_left(const ScriptModule& script, Optimizer& optimizer, const OptLeve
   return last / first;
 }
 
-TEST(InitializeScript, TrainsAtEachLevel) {
+TEST(AmpScriptModule, TrainsAtEachLevel) {
   for (const char* name : {"O0", "O1_bf16", "O2_bf16", "O3_bf16", "O2"}) {
     const ScriptModule script(script_model());
     mezzo::optim::AdamW fused(script->parameters(), 1e-2);
@@ -68,7 +68,7 @@ TEST(InitializeScript, TrainsAtEachLevel) {
   EXPECT_LT(loss_left(script, sgd, OptLevel::O2_bf16()), 0.95);
 }
 
-TEST(InitializeScript, CallsTheModelUnderItsLevelByAnyHandle) {
+TEST(AmpScriptModule, ForwardAcceptsAnyHandle) {
   const ScriptModule script(script_model());
   const auto input = torch::ones({2, 3, 6, 6});
   auto amp = mezzo::initialize(script, OptLevel::O1_bf16(), kSilent);
@@ -82,7 +82,7 @@ TEST(InitializeScript, CallsTheModelUnderItsLevelByAnyHandle) {
   EXPECT_EQ(amp.forward(conv, input).toTensor().scalar_type(), torch::kBFloat16);
 }
 
-TEST(InitializeScript, CastsTensorsInsideOfWhatGoesInAndComesOut) {
+TEST(AmpScriptModule, CastsNestedArgumentsAndResults) {
   torch::jit::Module model("Model");
   model.register_parameter("weight", torch::ones({2}).set_requires_grad(true), false);
   model.define(R"(

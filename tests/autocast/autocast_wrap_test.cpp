@@ -21,30 +21,31 @@
 namespace {
 
 using mezzo::autocast;
+using mezzo::autocast_wrap;
 using mezzo::AutocastOptions;
 using torch::Tensor;
 
 /// Wraps for the CPU in bfloat16, the form that most tests need.
 template <class F>
 auto lowered(F&& function) {
-  return autocast<torch::kCPU>(std::forward<F>(function));
+  return autocast_wrap<torch::kCPU>(std::forward<F>(function));
 }
 
-TEST(AutocastAutogradFunction, RunsTheCallUnderAutocastAndOnlyTheCall) {
-  EXPECT_EQ(autocast<torch::kCPU>(dtype_of_product)(), torch::kBFloat16);
-  EXPECT_EQ((autocast<torch::kCPU, torch::kHalf>(dtype_of_product)()), torch::kHalf);
+TEST(AutocastWrap, RunsOnlyCallUnderAutocast) {
+  EXPECT_EQ(autocast_wrap<torch::kCPU>(dtype_of_product)(), torch::kBFloat16);
+  EXPECT_EQ((autocast_wrap<torch::kCPU, torch::kHalf>(dtype_of_product)()), torch::kHalf);
   const AutocastOptions half{.device_type = torch::kCPU, .dtype = torch::kHalf};
-  EXPECT_EQ(autocast(dtype_of_product, half)(), torch::kHalf);
+  EXPECT_EQ(autocast_wrap(half, dtype_of_product)(), torch::kHalf);
   EXPECT_EQ(dtype_of_product(), torch::kFloat);
 }
 
-TEST(AutocastAutogradFunction, RefusesABadSettingWhenItIsMadeAndNotWhenItIsCalled) {
-  EXPECT_THROW(std::ignore = autocast(dtype_of_product,
-                                      {.device_type = torch::kCPU, .dtype = torch::kDouble}),
+TEST(AutocastWrap, ThrowsForBadOptionsBeforeCall) {
+  EXPECT_THROW(std::ignore = autocast_wrap({.device_type = torch::kCPU, .dtype = torch::kDouble},
+                                           dtype_of_product),
                c10::Error);
 }
 
-TEST(AutocastAutogradFunction, PassesEachArgumentInItsOwnValueCategory) {
+TEST(AutocastWrap, PreservesValueCategories) {
   const auto categories = [](auto&&... args) {
     return std::tuple<std::type_identity<decltype(args)>...>();
   };
@@ -58,7 +59,7 @@ TEST(AutocastAutogradFunction, PassesEachArgumentInItsOwnValueCategory) {
   static_assert(std::is_same_v<decltype(seen), const Expected>);
 }
 
-TEST(AutocastAutogradFunction, ReturnsReferencesAsTheyAre) {
+TEST(AutocastWrap, ReturnsReferencesUnchanged) {
   int value = 0;
   const auto same = lowered([](int& x) -> int& { return x; });
   static_assert(std::is_same_v<decltype(same(value)), int&>);
@@ -70,7 +71,7 @@ TEST(AutocastAutogradFunction, ReturnsReferencesAsTheyAre) {
   static_assert(std::is_same_v<decltype(expiring(value)), int&&>);
 }
 
-TEST(AutocastAutogradFunction, ReturnsValuesWithoutDecayAndVoidAsVoid) {
+TEST(AutocastWrap, ReturnsValuesAndVoid) {
   const auto pair = lowered([](int a) { return std::pair<int, std::string>(a, "b"); });
   static_assert(std::is_same_v<decltype(pair(1)), std::pair<int, std::string>>);
   static_assert(std::is_void_v<decltype(lowered([] {})())>);
@@ -82,7 +83,7 @@ struct Immovable {
   int value;
 };
 
-TEST(AutocastAutogradFunction, ReturnsWhatCannotEvenBeMoved) {
+TEST(AutocastWrap, ReturnsImmovableTypes) {
   EXPECT_EQ(lowered([](int v) { return Immovable(v); })(5).value, 5);
 }
 
@@ -93,21 +94,21 @@ struct Overloaded {
   std::string operator()(const std::string&) const { return "string"; }
 };
 
-TEST(AutocastAutogradFunction, KeepsOverloadsAndTheConstnessOfTheCallable) {
+TEST(AutocastWrap, PreservesOverloadsAndConstness) {
   auto callable = lowered(Overloaded());
   EXPECT_EQ(callable(1), "mutable");
   EXPECT_EQ(std::as_const(callable)(1), "const");
   EXPECT_EQ(callable("text"), "string");
 }
 
-TEST(AutocastAutogradFunction, KeepsTheStateOfAMutableCallable) {
+TEST(AutocastWrap, PreservesStateOfMutableCallable) {
   auto counter = lowered([n = 0]() mutable { return ++n; });
   counter();
   EXPECT_EQ(counter(), 2);
   static_assert(!std::invocable<const decltype(counter)&>);
 }
 
-TEST(AutocastAutogradFunction, CopiesAnLvalueUnlessItIsGivenByReference) {
+TEST(AutocastWrap, CopiesLvalueUnlessReference) {
   auto counter = [n = 0]() mutable { return ++n; };
   lowered(counter)();
   EXPECT_EQ(counter(), 1);
@@ -122,7 +123,7 @@ struct Model {
   int layers = 3;
 };
 
-TEST(AutocastAutogradFunction, CallsMembersThroughObjectsAndPointers) {
+TEST(AutocastWrap, CallsMemberFunctions) {
   Model model;
   const Tensor x = torch::ones({2, 2});
   const auto forward = lowered(&Model::forward);
@@ -133,14 +134,14 @@ TEST(AutocastAutogradFunction, CallsMembersThroughObjectsAndPointers) {
   EXPECT_EQ(model.layers, 4);
 }
 
-TEST(AutocastAutogradFunction, TakesTheArgumentsThatTheCallableTakes) {
+TEST(AutocastWrap, InvocableLikeCallable) {
   const auto callable = lowered([](int) {});
   static_assert(std::is_invocable_v<decltype(callable), int>);
   static_assert(!std::is_invocable_v<decltype(callable), std::string>);
   static_assert(!std::is_invocable_v<decltype(callable)>);
 }
 
-TEST(AutocastCall, RunsAnExpressionNowAndReturnsWhatItReturns) {
+TEST(AutocastCall, ReturnsResultOfFunction) {
   const AutocastOptions half{.device_type = torch::kCPU, .dtype = torch::kHalf};
   EXPECT_EQ(autocast(half, [] { return dtype_of_product(); }), torch::kHalf);
   EXPECT_EQ(autocast({.device_type = torch::kCPU}, dtype_of_product), torch::kBFloat16);
@@ -156,15 +157,15 @@ Tensor product() { return torch::ones({2, 2}).mm(torch::ones({2, 2})); }
 
 const AutocastOptions kFloatOutput{.device_type = torch::kCPU, .output_dtype = torch::kFloat};
 
-TEST(AutocastOutput, IsOfTheDtypeThatTheSettingNames) {
+TEST(AutocastOutputDtype, CastsResult) {
   EXPECT_EQ(autocast({.device_type = torch::kCPU}, product).scalar_type(), torch::kBFloat16);
   EXPECT_EQ(autocast(kFloatOutput, product).scalar_type(), torch::kFloat);
-  EXPECT_EQ(autocast(product, kFloatOutput)().scalar_type(), torch::kFloat);
-  EXPECT_EQ(autocast<torch::kCPU>(product, {.output_dtype = torch::kFloat})().scalar_type(),
+  EXPECT_EQ(autocast_wrap(kFloatOutput, product)().scalar_type(), torch::kFloat);
+  EXPECT_EQ(autocast_wrap<torch::kCPU>({.output_dtype = torch::kFloat}, product)().scalar_type(),
             torch::kFloat);
 }
 
-TEST(AutocastOutput, LeavesOtherDtypesAlone) {
+TEST(AutocastOutputDtype, IgnoresOtherDtypes) {
   const auto [wide, count, low, none] = autocast(kFloatOutput, [] {
     return std::tuple(torch::ones({2}, torch::kDouble), torch::ones({2}, torch::kLong), product(),
                       Tensor());
@@ -175,7 +176,7 @@ TEST(AutocastOutput, LeavesOtherDtypesAlone) {
   EXPECT_FALSE(none.defined());
 }
 
-TEST(AutocastOutput, ReachesTensorsInContainers) {
+TEST(AutocastOutputDtype, CastsTensorsInContainers) {
   const auto [pair, numbers] = autocast(kFloatOutput, [] {
     return std::pair(std::vector<Tensor>{product(), product()},
                      std::pair(std::optional(product()), std::array{product()}));
@@ -190,7 +191,7 @@ TEST(AutocastOutput, ReachesTensorsInContainers) {
   EXPECT_EQ(value.toTupleRef().elements()[1].toTensorVector()[0].scalar_type(), torch::kFloat);
 }
 
-TEST(AutocastOutput, ReachesTensorsThatAStructLists) {
+TEST(AutocastOutputDtype, CastsTensorsListedByStruct) {
   struct Output {
     Tensor logits;
     auto tensors() { return std::tie(logits); }
@@ -199,12 +200,12 @@ TEST(AutocastOutput, ReachesTensorsThatAStructLists) {
   EXPECT_EQ(output.logits.scalar_type(), torch::kFloat);
 }
 
-TEST(AutocastOutput, OfNumbersAndNothingIsWhatItIs) {
+TEST(AutocastOutputDtype, ReturnsNumbersAndVoidUnchanged) {
   EXPECT_EQ(autocast(kFloatOutput, [] { return 3; }), 3);
   autocast(kFloatOutput, [] {});
 }
 
-TEST(AutocastOutput, RefusesResultsThatItCannotReach) {
+TEST(AutocastOutputDtype, ThrowsForTypesWithoutTensors) {
   struct Output {
     Tensor logits;
   };
@@ -218,11 +219,11 @@ TEST(AutocastOutput, RefusesResultsThatItCannotReach) {
               refused("returns a reference"));
   EXPECT_THAT(
       [] { (void)autocast({.device_type = torch::kCPU, .output_dtype = torch::kLong}, product); },
-      refused("output_dtype: results cannot be of Long; use torch::kFloat"));
+      refused("output_dtype is Long; it should be a floating-point dtype"));
 }
 
 // Where the logged loss of a language model is a number of bfloat16: 6.28125 for 6.2846.
-TEST(AutocastOutput, KeepsTheDigitsOfALossThatIsComputedOutside) {
+TEST(AutocastOutputDtype, LossOutsideHasFloat32Precision) {
   torch::manual_seed(0);
   const Tensor x = torch::randn({64, 32});
   const Tensor w = torch::randn({32, 500}) * 0.3;
@@ -237,7 +238,7 @@ TEST(AutocastOutput, KeepsTheDigitsOfALossThatIsComputedOutside) {
   EXPECT_LT(std::abs(wide.item<double>() - exact), std::abs(low.item<double>() - exact));
 }
 
-TEST(AutocastCall, RestoresTheStateWhenTheExpressionThrows) {
+TEST(AutocastCall, RestoresStateWhenFunctionThrows) {
   EXPECT_THROW(autocast({.device_type = torch::kCPU}, [] { TORCH_CHECK(false, "no"); }),
                c10::Error);
   EXPECT_EQ(dtype_of_product(), torch::kFloat);

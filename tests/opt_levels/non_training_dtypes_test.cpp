@@ -43,13 +43,13 @@ Tensor odd_tensor(torch::ScalarType dtype) {
   return dtype == torch::kQInt8 ? quantised() : torch::arange(16).view({4, 4}).to(dtype);
 }
 
-class OddDtypes : public testing::TestWithParam<torch::ScalarType> {
+class NonTrainingDtypes : public testing::TestWithParam<torch::ScalarType> {
  protected:
   const Tensor odd_ = odd_tensor(GetParam());
   const Tensor values_ = values_of(odd_).clone();
 };
 
-TEST_P(OddDtypes, WithoutGradientsAreLeftAloneByEveryOptimizer) {
+TEST_P(NonTrainingDtypes, IgnoredByOptimizersWithoutGradients) {
   const auto x = parameter({1});
   mezzo::optim::AdamW fused({x, odd_}, mezzo::optim::AdamWOptions(1.0),
                             {.weight_storage = mezzo::optim::WeightStorage::fp32_master});
@@ -68,7 +68,7 @@ TEST_P(OddDtypes, WithoutGradientsAreLeftAloneByEveryOptimizer) {
   EXPECT_TRUE(torch::equal(values_of(odd_), values_));
 }
 
-TEST_P(OddDtypes, WithGradientsAreRefusedByNameBeforeAnyWrite) {
+TEST_P(NonTrainingDtypes, GradientsThrowBeforeAnyWrite) {
   const auto x = parameter({1});
   test_support::set_grad(x, {1});
   odd_.mutable_grad() = odd_.is_quantized() ? torch::ones({4, 4}) : odd_.clone();
@@ -82,7 +82,7 @@ TEST_P(OddDtypes, WithGradientsAreRefusedByNameBeforeAnyWrite) {
   EXPECT_TRUE(torch::equal(values_of(odd_), values_));
 }
 
-TEST_P(OddDtypes, AreRefusedByBucketsByName) {
+TEST_P(NonTrainingDtypes, BucketsThrowByName) {
   EXPECT_THAT(message_of([&] {
                 mezzo::GradBuckets({parameter({1}), odd_});
               }),
@@ -102,7 +102,7 @@ struct MixedImpl : torch::nn::Module {
 };
 TORCH_MODULE(Mixed);
 
-TEST_P(OddDtypes, StayAsTheyAreInLevelsThatCastModels) {
+TEST_P(NonTrainingDtypes, NotCastByOptLevels) {
   Mixed model(odd_, odd_.clone());
   torch::optim::SGD optimizer(model->parameters(), 1.0);
   const auto initialize = [&] {
@@ -124,7 +124,7 @@ TEST_P(OddDtypes, StayAsTheyAreInLevelsThatCastModels) {
   }
 }
 
-TEST_P(OddDtypes, ComeBackFromCheckpoints) {
+TEST_P(NonTrainingDtypes, RestoredFromCheckpoints) {
   const test_support::TempDir temp_dir;
   Mixed saved(odd_, odd_.clone()), loaded(odd_.clone(), odd_.clone());
   mezzo::CheckpointManager checkpoints(temp_dir.path());
@@ -138,13 +138,13 @@ TEST_P(OddDtypes, ComeBackFromCheckpoints) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(, OddDtypes,
+INSTANTIATE_TEST_SUITE_P(, NonTrainingDtypes,
                          testing::Values(torch::kQInt8, torch::kLong, torch::kBool,
                                          torch::kComplexFloat, torch::kFloat8_e4m3fn),
                          [](const auto& tested) { return c10::toString(tested.param); });
 
 // What a region does with them, as plain at::autocast does.
-TEST(OddDtypesInRegions, PassThroughUnlessTheyAreFloating) {
+TEST(NonTrainingDtypesAutocast, CastOnlyFloatingPoint) {
   for (const auto dtype : {torch::kLong, torch::kComplexFloat, torch::kFloat8_e4m3fn}) {
     const Tensor x = odd_tensor(dtype);
     const mezzo::AutocastGuard<torch::kCPU> autocast;

@@ -104,7 +104,7 @@ Lists lists_of_the_header() {
 #undef PROMOTE
 
 // Two independent ways to the same lists: a probe of every kernel, and what libtorch's sources say.
-TEST(OpLists, AgreeWithLibtorchsSources) {
+TEST(AutocastOpList, MatchesLibtorchSources) {
 #if TORCH_VERSION_MAJOR != 2 || TORCH_VERSION_MINOR != 11
   GTEST_SKIP() << "the table is that of libtorch 2.11";
 #endif
@@ -113,7 +113,7 @@ TEST(OpLists, AgreeWithLibtorchsSources) {
   EXPECT_EQ(cpu.count(CastPolicy::fp32), 101U);
 }
 
-TEST(OpLists, AgreeWithCudasMacros) {
+TEST(AutocastOpList, MatchesCudaMacros) {
   auto lists = lists_of_the_header();
   // Registered beside the macros.
   lists.emplace("aten::cudnn_convolution", CastPolicy::lower_precision_fp);
@@ -125,13 +125,13 @@ TEST(OpLists, AgreeWithCudasMacros) {
   EXPECT_EQ(as_map(mezzo::autocast_op_list(torch::kCUDA)), lists);
 }
 
-TEST(OpLists, PutEveryOtherOpUnderFallthrough) {
+TEST(AutocastOpList, ReturnsFallthroughForOtherOps) {
   const auto list = mezzo::autocast_op_list(torch::kCPU);
   EXPECT_EQ(list.cast_policy("aten::relu"), CastPolicy::fallthrough);
   EXPECT_EQ(list.cast_policy("aten::add_.Tensor"), CastPolicy::fallthrough);
 }
 
-TEST(OpLists, DoNotChangeWhenAPolicyOverridesOps) {
+TEST(AutocastOpList, UnchangedByOverrides) {
   const auto cpu = as_map(mezzo::autocast_op_list(torch::kCPU));
   const auto cuda = as_map(mezzo::autocast_op_list(torch::kCUDA));
   mezzo::install_op_overrides(mezzo::OpOverrides().deny("mm").allow("relu").ignore("linear"));
@@ -139,18 +139,18 @@ TEST(OpLists, DoNotChangeWhenAPolicyOverridesOps) {
   EXPECT_EQ(as_map(mezzo::autocast_op_list(torch::kCUDA)), cuda);
 }
 
-TEST(OpLists, PrintAsATable) {
+TEST(AutocastOpList, PrintsTable) {
   std::ostringstream text;
   text << mezzo::autocast_op_list(torch::kCUDA);
   EXPECT_THAT(text.str(),
               testing::ContainsRegex("cuda  aten::softmax\\.int +fp32_set_opt_dtype\n"));
 }
 
-TEST(OpLists, AreRefusedForDevicesWithoutLists) {
+TEST(AutocastOpList, ThrowsForUnsupportedDevice) {
   EXPECT_THROW(mezzo::autocast_op_list(torch::kXPU), c10::Error);
 }
 
-TEST(AutocastKernelProbe, SaysUnknownOfAKernelThatNeitherCastsNorRefuses) {
+TEST(AutocastKernelProbe, ReturnsUnknownForOtherKernels) {
   auto library =
       torch::Library(torch::Library::DEF, "mezzo_probe_test", std::nullopt, __FILE__, __LINE__);
   library.def("odd(Tensor x) -> Tensor");
@@ -161,7 +161,7 @@ TEST(AutocastKernelProbe, SaysUnknownOfAKernelThatNeitherCastsNorRefuses) {
             CastPolicy::unknown);
 }
 
-TEST(OpLists, OpIsProbedWhenAskedFor) {
+TEST(AutocastOpList, ProbesOpsOnDemand) {
   static int calls = 0;
   auto library =
       torch::Library(torch::Library::DEF, "mezzo_lazy_test", std::nullopt, __FILE__, __LINE__);

@@ -15,12 +15,12 @@ using torch::Tensor;
 Tensor drop(const Tensor& x) { return torch::dropout(x, 0.5, /*train=*/true); }
 
 // With a gradient of 1, the gradient of x is its mask times 2, as is the result where x is 1.
-class CheckpointRandomState : public testing::Test {
+class ActivationCheckpointRngState : public testing::Test {
  protected:
   Tensor x_ = torch::ones({64}).requires_grad_();
 };
 
-TEST_F(CheckpointRandomState, DropsTheSameElementsInTheRecomputation) {
+TEST_F(ActivationCheckpointRngState, RecomputesSameDropout) {
   const auto y = mezzo::activation_checkpoint(drop, x_);
   torch::rand({100});
   torch::manual_seed(1234);
@@ -28,13 +28,13 @@ TEST_F(CheckpointRandomState, DropsTheSameElementsInTheRecomputation) {
   EXPECT_TRUE(torch::equal(x_.grad(), y.detach()));
 }
 
-TEST_F(CheckpointRandomState, DropsOtherElementsWhenAskedNotToPreserve) {
+TEST_F(ActivationCheckpointRngState, OtherDropoutWithoutPreserve) {
   const auto y = mezzo::activation_checkpoint({.preserve_rng_state = false}, drop, x_);
   y.sum().backward();
   EXPECT_FALSE(torch::equal(x_.grad(), y.detach()));
 }
 
-TEST_F(CheckpointRandomState, LeavesTheNumbersThatFollowAsTheyWouldBe) {
+TEST_F(ActivationCheckpointRngState, PreservesSubsequentRandomNumbers) {
   torch::manual_seed(5);
   const auto y = drop(x_);
   const auto after_forward = torch::rand({4});
@@ -48,7 +48,7 @@ TEST_F(CheckpointRandomState, LeavesTheNumbersThatFollowAsTheyWouldBe) {
   EXPECT_TRUE(torch::equal(torch::rand({4}), after_backward));
 }
 
-TEST_F(CheckpointRandomState, IsRestoredWhenTheRecomputationThrows) {
+TEST_F(ActivationCheckpointRngState, RestoredWhenRecomputationThrows) {
   bool first = true;
   const auto y = mezzo::activation_checkpoint(
       [&first](const Tensor& x) {
@@ -65,7 +65,7 @@ TEST_F(CheckpointRandomState, IsRestoredWhenTheRecomputationThrows) {
   EXPECT_TRUE(torch::equal(torch::rand({4}), expected));
 }
 
-TEST_F(CheckpointRandomState, OfEachCheckpointIsItsOwn) {
+TEST_F(ActivationCheckpointRngState, SeparateForEachCheckpoint) {
   const auto y = mezzo::activation_checkpoint(drop, x_);
   const auto z = mezzo::activation_checkpoint(drop, x_);
   EXPECT_FALSE(torch::equal(y, z));
@@ -73,7 +73,7 @@ TEST_F(CheckpointRandomState, OfEachCheckpointIsItsOwn) {
   EXPECT_TRUE(torch::equal(x_.grad(), (y + 3 * z).detach()));
 }
 
-TEST_F(CheckpointRandomState, InsideAnotherCheckpointIsTheInnerOnesOwn) {
+TEST_F(ActivationCheckpointRngState, SeparateForNestedCheckpoint) {
   const auto inner = [](const Tensor& x) { return drop(x); };
   const auto y = mezzo::activation_checkpoint(
       [&](const Tensor& x) { return mezzo::activation_checkpoint(inner, drop(x)); }, x_);

@@ -70,12 +70,12 @@ int in_threads(const Work& work) {
   return wrong;
 }
 
-TEST(OpPolicyThreads, EachSeesItsOwnPolicyAndNoOther) {
+TEST(OpOverridesThreads, EachThreadUsesItsOwnOverrides) {
   EXPECT_EQ(in_threads([](const Expectation& kind) { return run(kind, 400); }), 0);
 }
 
 // Policies, and questions about the lists, may come from any thread at any time.
-TEST(OpPolicyThreads, MayBuildPoliciesFromOpsThatWereNamedBefore) {
+TEST(OpOverridesThreads, ConstructOverridesConcurrently) {
   EXPECT_EQ(in_threads([](Expectation kind) {
               int wrong = 0;
               for (int round = 0; round < 10; ++round) {
