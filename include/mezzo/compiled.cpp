@@ -1,5 +1,6 @@
-// The source of mezzo::compiled: functions that translation units with MEZZO_COMPILED_LIB do not compile
-// (mezzo/optim/compiled.h). One file, since libtorch's headers are most of the cost of each.
+// The source of mezzo::compiled: functions that translation units with MEZZO_COMPILED_LIB do not
+// compile (mezzo/optim/compiled.h). One file, since libtorch's headers are most of the cost of
+// each.
 #include <mezzo/autocast/op_overrides.h>
 #include <mezzo/checkpoint/checkpoint.h>
 #include <mezzo/optim/detail/fused_optimizer_base.h>

@@ -10,8 +10,8 @@
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/grad_scaler_options.h>
 #include <mezzo/kernels/compute_grad_stats.h>
-#include <mezzo/kernels/unscale.h>
 #include <mezzo/kernels/simd.h>
+#include <mezzo/kernels/unscale.h>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

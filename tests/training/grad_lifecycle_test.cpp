@@ -3,11 +3,11 @@
 // scalers.
 
 #include <mezzo/opt_levels/amp.h>
-#include <mezzo/scaling/loss_scale_optimizer.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/master_weights.h>
 #include <mezzo/optim/sgd.h>
 #include <mezzo/scaling/grad_scaler.h>
+#include <mezzo/scaling/loss_scale_optimizer.h>
 
 #include <torch/torch.h>
 

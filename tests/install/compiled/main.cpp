@@ -17,5 +17,7 @@ int main() {
   mezzo::optim::AdamW optimizer(std::vector<at::Tensor>{scaler_parameter}, 0.1);
   scaler.scale(scaler_parameter.sum()).backward();
   scaler.step(optimizer);
-  return at::allclose(scaler_parameter, parameter) && scaler_parameter.min().item<float>() < 1.0F ? 0 : 1;
+  return at::allclose(scaler_parameter, parameter) && scaler_parameter.min().item<float>() < 1.0F
+             ? 0
+             : 1;
 }

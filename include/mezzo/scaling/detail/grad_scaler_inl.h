@@ -4,8 +4,8 @@
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/detail/inference_mode.h>
 #include <mezzo/base/detail/low_precision.h>
-#include <mezzo/kernels/unscale.h>
 #include <mezzo/kernels/graph_capture.h>
+#include <mezzo/kernels/unscale.h>
 #include <mezzo/optim/detail/gradients.h>
 #include <mezzo/optim/detail/optimizer_description.h>
 #include <mezzo/scaling/grad_scaler.h>
