@@ -424,9 +424,9 @@ TEST(InitializeErrors, NameWhatWasWrongAndChangeNothing) {
   };
   const auto tied = std::make_shared<Tied>();
   torch::optim::SGD of_tied(tied->parameters(), 0.1);  // libtorch names a tied weight twice
-  expect_error(
-      [&] { mezzo::initialize(tied, of_tied, level, kQuiet); },
-      "appears twice, as a weight that two modules share does in model->parameters(); pass it once");
+  expect_error([&] { mezzo::initialize(tied, of_tied, level, kQuiet); },
+               "appears twice, as a weight that two modules share does in model->parameters(); "
+               "pass it once");
   EXPECT_EQ(tied->net->weight.scalar_type(), torch::kFloat);
 
   other->head->to(torch::kHalf);
