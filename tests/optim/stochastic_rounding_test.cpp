@@ -95,11 +95,13 @@ TEST(RandomBits, DifferBySeedStepParamAndBlock) {
   }
 }
 
-/// Reference: scalar Adam with stochastic rounding.
+constexpr std::uint32_t kParamIndex = 3;
+
+/// Adam's plain arithmetic and rounding with the random bits of each element, one at a time.
 template <bool kAmsgrad>
-StepBuffers compute_expected(const StepBuffers& before,
-                             const mezzo::detail::AdamCoefficients& coefficients,
-                             const mezzo::detail::StepArgs& use, int64_t first) {
+StepBuffers expected_after(const StepBuffers& before,
+                           const mezzo::detail::AdamCoefficients& coefficients,
+                           const mezzo::detail::StepArgs& args, int64_t first) {
   StepBuffers after = before.clone();
   const auto float_of = [](const torch::Tensor& tensor, int64_t i) {
     return static_cast<float>(tensor.const_data_ptr<c10::BFloat16>()[i]);
@@ -107,11 +109,11 @@ StepBuffers compute_expected(const StepBuffers& before,
   for (int64_t i = 0; i < before.parameter.numel(); ++i) {
     const auto number = static_cast<uint64_t>(first + i);
     const RandomKey key =
-        mezzo::detail::random_key(use.seed, use.step, use.param_index, number >> 32);
+        mezzo::detail::random_key(args.seed, args.step, kParamIndex, number >> 32);
     using Vec = mezzo::detail::ScalarVec<float>;
     const typename AdamFunctor<kAmsgrad>::template Update<Vec> update(coefficients);
     float parameter = float_of(before.parameter, i);
-    float gradient = float_of(before.gradient, i) * static_cast<float>(use.multipliers.first);
+    float gradient = float_of(before.gradient, i) * static_cast<float>(args.multipliers.first);
     float moments[AdamFunctor<kAmsgrad>::kNumMoments];
     for (unsigned k = 0; k < AdamFunctor<kAmsgrad>::kNumMoments; ++k) {
       moments[k] = float_of(before.moments[k], i);
@@ -141,22 +143,20 @@ class StochasticRoundingKernel : public testing::TestWithParam<CpuIsa> {
         mezzo::optim::WeightStorage::stochastic_rounding, torch::kBFloat16, GetParam());
     const auto coefficients =
         mezzo::detail::AdamHyperParams{0.9, 0.999, 1e-8, 0.1, true}.coefficients(1e-2, 7);
-    const mezzo::detail::StepArgs use{
-        .multipliers = {.first = 0.25}, .seed = 11, .step = 7, .param_index = 3};
+    const mezzo::detail::StepArgs args{.multipliers = {.first = 0.25}, .seed = 11, .step = 7};
     for (const int64_t count : {int64_t{0}, int64_t{1}, int64_t{15}, int64_t{16}, int64_t{17},
                                 int64_t{1000}, kChunk + 100}) {
       torch::manual_seed(count);
       auto buffers = StepBuffers::random(kDtypes, count);
-      const auto expected = compute_expected<kAmsgrad>(buffers, coefficients, use, first);
-      mezzo::detail::ParamArgs row{.pointers = buffers.span(),
-                                   .param_index = 3,
+      const auto expected = expected_after<kAmsgrad>(buffers, coefficients, args, first);
+      mezzo::detail::ParamArgs row{.pointers = buffers.pointers(),
+                                   .param_index = kParamIndex,
                                    .storage = mezzo::optim::WeightStorage::stochastic_rounding,
                                    .parameter_dtype = kDtypes.parameter,
                                    .gradient_dtype = kDtypes.gradient};
       row.pointers.first = first;
-      mezzo::detail::run_step_cpu(std::vector{row}, {{loop, coefficients, 7}}, use,
-                                  /*zeroes_grad=*/false);
-      EXPECT_THAT(buffers.in_order(), BitwiseEqual(expected.in_order()))
+      mezzo::detail::run_step_cpu(std::vector{row}, {{loop, coefficients, 7}}, args);
+      EXPECT_THAT(buffers.tensors(), BitwiseEqual(expected.tensors()))
           << count << " elements from " << first;
     }
   }

@@ -9,10 +9,10 @@
 
 namespace test_support {
 
-/// An optimizer, or a MasterWeights together with the one that it steps.
+/// An optimizer, optionally wrapped in MasterWeights.
 struct OwnedOptimizer {
   std::unique_ptr<torch::optim::Optimizer> inner;
-  std::unique_ptr<mezzo::MasterWeights> masters;  // null where `inner` steps itself
+  std::unique_ptr<mezzo::MasterWeights> masters;  // null without masters
 
   OwnedOptimizer(std::unique_ptr<torch::optim::Optimizer> optimizer, bool with_masters)
       : inner(std::move(optimizer)),

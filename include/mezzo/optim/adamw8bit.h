@@ -247,18 +247,17 @@ inline void AdamW8bit::update() {
       if (found == by_device.end()) {
         found = by_device.insert(found, {parameter.device(), {}});
       }
-      found->second.push_back(
-          {{parameter.mutable_data_ptr(),
-            const_cast<void*>(gradients.back().const_data_ptr()),
-            {state.exp_avg().mutable_data_ptr(), state.exp_avg_sq().mutable_data_ptr()},
-            parameter.numel()},
-           {scales(state.exp_avg_absmax()), scales(state.exp_avg_sq_absmax())},
-           parameter.scalar_type(),
-           hyper_params.coefficients(options.lr(), state.step()),
-           {.gradient_dtype = gradients.back().scalar_type(),
-            .seed = seed_,
-            .step = static_cast<std::uint64_t>(state.step()),
-            .param_index = own_number}});
+      found->second.push_back({{.pointers = {parameter.mutable_data_ptr(),
+                                             const_cast<void*>(gradients.back().const_data_ptr()),
+                                             {state.exp_avg().mutable_data_ptr(),
+                                              state.exp_avg_sq().mutable_data_ptr()},
+                                             parameter.numel()},
+                                .param_index = static_cast<std::uint32_t>(own_number),
+                                .parameter_dtype = parameter.scalar_type(),
+                                .gradient_dtype = gradients.back().scalar_type()},
+                               {scales(state.exp_avg_absmax()), scales(state.exp_avg_sq_absmax())},
+                               hyper_params.coefficients(options.lr(), state.step()),
+                               {.seed = seed_, .step = static_cast<std::uint64_t>(state.step())}});
       detail::bump_version(parameter);
     }
   }

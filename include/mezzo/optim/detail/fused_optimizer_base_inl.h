@@ -308,7 +308,7 @@ MEZZO_INLINE GradStats FusedOptimizerBase::grad_stats(const StepPlan& plan,
                {param.pointers.gradient, param.pointers.numel, param.gradient_dtype});
   }
   return compute_grad_stats_of_ranges(
-      ranges.all(), to_device(inv_scale, plan.params.front().parameter->device()));
+      ranges.ranges(), to_device(inv_scale, plan.params.front().parameter->device()));
 }
 
 /// \throws c10::Error, before any write, for a step that ATen's kernels do not support
@@ -500,8 +500,10 @@ MEZZO_INLINE void FusedOptimizerBase::step_cpu(Params params, const Groups& grou
     last = &param;
     param.group = static_cast<std::uint32_t>(calls.size() - 1);
   }
-  run_step_cpu(params, calls, {.multipliers = *multipliers, .seed = storage_options_.seed},
-               zeroes_in_kernel);
+  run_step_cpu(params, calls,
+               {.multipliers = *multipliers,
+                .zeroes_grad = zeroes_in_kernel,
+                .seed = storage_options_.seed});
   finish_step(params, calls, options.zero_grad, zeroes_in_kernel, copies);
 }
 

@@ -4,6 +4,7 @@
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/compute_grad_stats.h>
+#include <mezzo/kernels/unscale.h>
 #include <mezzo/optim/detail/optimizer_description.h>
 #include <mezzo/optim/step_plan.h>
 
