@@ -17,16 +17,16 @@
 
 namespace bench {
 
-/// The simplest MPI backend of c10d, as baseline of mezzo::MpiBackend: a thread makes one blocking
-/// MPI call after another, without checks. Sums float and int tensors.
+/// A minimal c10d backend, the baseline of mezzo::MpiBackend: a thread makes blocking MPI calls,
+/// without checks. Supports all-reduce (sum) of float32 and int32, and broadcast.
 class BlockingMpiBackend : public c10d::Backend {
  public:
-  /// \param on_all_reduce  called with the size in bytes at the start of each all-reduce
+  /// `on_all_reduce` is called with the bytes of each all-reduce.
   BlockingMpiBackend(int rank, int size, std::function<void(int64_t)> on_all_reduce)
       : Backend(rank, size), on_all_reduce_(std::move(on_all_reduce)), thread_([this] { run(); }) {}
 
   ~BlockingMpiBackend() override {
-    post(nullptr);
+    enqueue(nullptr);
     thread_.join();
   }
 
@@ -37,7 +37,7 @@ class BlockingMpiBackend : public c10d::Backend {
     for (const at::Tensor& tensor : tensors) on_all_reduce_(static_cast<int64_t>(tensor.nbytes()));
     auto future =
         c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
-    post([tensors, future] {
+    enqueue([tensors, future] {
       for (const at::Tensor& tensor : tensors) {
         MPI_Allreduce(MPI_IN_PLACE, tensor.mutable_data_ptr(), static_cast<int>(tensor.numel()),
                       tensor.scalar_type() == at::kFloat ? MPI_FLOAT : MPI_INT, MPI_SUM,
@@ -45,26 +45,27 @@ class BlockingMpiBackend : public c10d::Backend {
       }
       future->markCompleted(at::IValue(tensors));
     });
-    return c10::make_intrusive<Posted>(future);
+    return c10::make_intrusive<QueuedWork>(future);
   }
 
   c10::intrusive_ptr<c10d::Work> broadcast(std::vector<at::Tensor>& tensors,
                                            const c10d::BroadcastOptions& options) override {
     auto future =
         c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
-    post([tensors, future, root = static_cast<int>(options.rootRank)] {
+    enqueue([tensors, future, root = static_cast<int>(options.rootRank)] {
       for (const at::Tensor& tensor : tensors) {
         MPI_Bcast(tensor.mutable_data_ptr(), static_cast<int>(tensor.nbytes()), MPI_BYTE, root,
                   MPI_COMM_WORLD);
       }
       future->markCompleted(at::IValue(tensors));
     });
-    return c10::make_intrusive<Posted>(future);
+    return c10::make_intrusive<QueuedWork>(future);
   }
 
  private:
-  struct Posted : c10d::Work {
-    explicit Posted(c10::intrusive_ptr<c10::ivalue::Future> given) : future(std::move(given)) {}
+  struct QueuedWork : c10d::Work {
+    explicit QueuedWork(c10::intrusive_ptr<c10::ivalue::Future> work_future)
+        : future(std::move(work_future)) {}
     bool isCompleted() override { return future->completed(); }
     bool wait(std::chrono::milliseconds /*timeout*/) override {
       future->wait();
@@ -74,18 +75,18 @@ class BlockingMpiBackend : public c10d::Backend {
     c10::intrusive_ptr<c10::ivalue::Future> future;
   };
 
-  void post(std::function<void()> work) {
+  void enqueue(std::function<void()> work) {
     {
       const std::lock_guard lock(mutex_);
       queue_.push_back(std::move(work));
     }
-    posted_.notify_one();
+    condition_.notify_one();
   }
 
   void run() {
     while (true) {
       std::unique_lock lock(mutex_);
-      posted_.wait(lock, [&] { return !queue_.empty(); });
+      condition_.wait(lock, [&] { return !queue_.empty(); });
       const auto work = std::move(queue_.front());
       queue_.pop_front();
       lock.unlock();
@@ -96,7 +97,7 @@ class BlockingMpiBackend : public c10d::Backend {
 
   std::function<void(int64_t)> on_all_reduce_;
   std::mutex mutex_;
-  std::condition_variable posted_;
+  std::condition_variable condition_;
   std::deque<std::function<void()>> queue_;
   std::thread thread_;
 };

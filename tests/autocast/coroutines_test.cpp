@@ -1,6 +1,7 @@
 // Guards that do not follow the call stack: coroutines.
 
 #include <mezzo/autocast/autocast_guard.h>
+#include <mezzo/autocast/autocast_state.h>
 #include <mezzo/autocast/op_overrides.h>
 
 #include <ATen/autocast_mode.h>
@@ -118,7 +119,7 @@ std::pair<CpuState, CpuState> after_an_end_in_another_thread() {
 }
 
 // Wrong with either, and with torch.autocast around an await.
-TEST(Coroutines, AGuardAcrossASuspensionLeavesWhatLibtorchsCallsLeave) {
+TEST(AutocastCoroutines, GuardAcrossSuspensionMatchesLibtorch) {
   using Half = mezzo::AutocastGuard<torch::kCPU, torch::kHalf>;
   using LibtorchsHalf = LibtorchsCalls<torch::kHalf>;
   EXPECT_EQ(
@@ -139,7 +140,7 @@ Coroutine compute_in(mezzo::AutocastState state, std::vector<torch::ScalarType>&
   }
 }
 
-TEST(Coroutines, AStateThatIsEnteredAfterEachSuspensionHoldsInEveryOrderAndThread) {
+TEST(AutocastCoroutines, StateGuardAfterSuspensionHoldsInAnyThread) {
   const CpuState before;
   std::vector<torch::ScalarType> low, plain;
   std::optional<mezzo::AutocastState> half;

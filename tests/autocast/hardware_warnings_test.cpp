@@ -34,13 +34,13 @@ std::vector<std::string> first_warnings(const std::function<void()>& work) {
 
 const AutocastOptions kOnCuda{.device_type = torch::kCUDA};
 
-TEST(HardwareWarnings, TellWhereThereIsNoCudaInPythonsWordsWhatToEnter) {
+TEST(AutocastHardwareWarnings, CudaUnavailableMatchesPythonText) {
   if (torch::cuda::is_available()) GTEST_SKIP() << "there is CUDA";
   const std::vector<std::pair<const char*, std::function<void()>>> forms{
       {"Autocast", [] { const AutocastGuard<torch::kCUDA> region; }},
       {"AutocastModule", [] { mezzo::AutocastModule net(torch::nn::Linear(1, 1), kOnCuda); }},
       {"now", [] { mezzo::autocast(kOnCuda, [] {}); }},
-      {"callable", [] { (void)mezzo::autocast([] {}, kOnCuda); }},
+      {"callable", [] { (void)mezzo::autocast_wrap(kOnCuda, [] {}); }},
   };
   for (const auto& [name, enter] : forms) {
     EXPECT_THAT(
@@ -53,7 +53,7 @@ TEST(HardwareWarnings, TellWhereThereIsNoCudaInPythonsWordsWhatToEnter) {
   }
 }
 
-TEST(HardwareWarnings, AreGivenOnceAProcess) {
+TEST(AutocastHardwareWarnings, WarnOncePerProcess) {
   const auto enter = [] {
     const AutocastGuard<torch::kCUDA> cuda;
     const AutocastGuard<torch::kCPU, torch::kHalf> half;
@@ -67,7 +67,7 @@ TEST(HardwareWarnings, AreGivenOnceAProcess) {
   EXPECT_THAT(warnings.texts, IsEmpty());
 }
 
-TEST(HardwareWarnings, AreNotGivenForWhatLowersNothingOrIsNative) {
+TEST(AutocastHardwareWarnings, SilentWhenDisabledOrNative) {
   EXPECT_THAT(first_warnings([] {
                 const AutocastGuard<torch::kCPU> bfloat16;
                 const AutocastGuard<torch::kCUDA> off({.enabled = false});
@@ -78,7 +78,7 @@ TEST(HardwareWarnings, AreNotGivenForWhatLowersNothingOrIsNative) {
               IsEmpty());
 }
 
-TEST(HardwareWarnings, TellOfHalfWhereTheCpuEmulatesIt) {
+TEST(AutocastHardwareWarnings, WarnAboutEmulatedFloat16) {
   const std::string warning = mezzo::detail::float16_cpu_warning(mezzo::detail::cpu_features());
   const auto heard = first_warnings([] { const AutocastGuard<torch::kCPU, torch::kHalf> region; });
   if (warning.empty()) {
@@ -88,7 +88,7 @@ TEST(HardwareWarnings, TellOfHalfWhereTheCpuEmulatesIt) {
   }
 }
 
-TEST(HardwareWarnings, NameWhatHalfCostsOnACpuWithoutItsInstructions) {
+TEST(AutocastHardwareWarnings, Float16WarningNamesCost) {
   using mezzo::detail::float16_cpu_warning;
   EXPECT_THAT(float16_cpu_warning({.known = true, .bf16 = true}),
               AllOf(HasSubstr("this CPU has no float16 instructions"),

@@ -63,7 +63,7 @@ class AutocastParallelApply : public testing::Test {
   int before_ = 0;
 };
 
-TEST_F(AutocastParallelApply, OfPlainModulesLosesTheCallersRegionInPoolThreads) {
+TEST_F(AutocastParallelApply, PlainModulesIgnoreCallersRegion) {
   std::vector<Meeting> modules = {Meeting(arrived_), Meeting(arrived_)};
   const mezzo::AutocastGuard<torch::kCPU> autocast;
   const auto outputs = torch::nn::parallel::parallel_apply(modules, inputs_);
@@ -71,7 +71,7 @@ TEST_F(AutocastParallelApply, OfPlainModulesLosesTheCallersRegionInPoolThreads) 
       << "the caller's own thread lowers, the pool's thread does not";
 }
 
-TEST_F(AutocastParallelApply, OfWrappedModulesRunsUnderAutocastInEveryThread) {
+TEST_F(AutocastParallelApply, WrappedModulesRunUnderAutocast) {
   const mezzo::AutocastOptions bf16{.device_type = torch::kCPU};
   std::vector<AutocastModule<Meeting>> modules = {{Meeting(arrived_), bf16},
                                                   {Meeting(arrived_), bf16}};
@@ -98,7 +98,7 @@ at::ScalarType dtype_of_a_product() {
   return at::mm(x, x).scalar_type();
 }
 
-TEST_F(AutocastParallelApply, AParallelForLosesTheCallersRegionUnlessItIsHandedOver) {
+TEST_F(AutocastParallelApply, ParallelForNeedsPropagatedState) {
   at::autocast::set_autocast_enabled(torch::kCPU, true);
   at::autocast::set_autocast_dtype(torch::kCPU, torch::kBFloat16);
   const auto of_libtorchs_calls = dtypes_in_parallel_for(dtype_of_a_product);

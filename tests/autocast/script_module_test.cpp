@@ -76,7 +76,7 @@ void expect_steps_alike(ScriptModule& script, test_support::Twin& model,
   }
 }
 
-TEST(ScriptModule, HasTheBitsOfTheSameModelInCppInEachDtype) {
+TEST(ScriptModule, BitwiseEqualsCppModelInEachDtype) {
   ScriptModule script(script_model());
   auto model = twin();
   for (const auto dtype : {torch::kBFloat16, torch::kHalf, torch::kBFloat16}) {
@@ -85,7 +85,7 @@ TEST(ScriptModule, HasTheBitsOfTheSameModelInCppInEachDtype) {
   expect_steps_alike(script, model, {.device_type = torch::kCPU, .enabled = false});
 }
 
-TEST(ScriptModule, IsNotBoundByWhatABareCallLeftInLibtorchsExecutor) {
+TEST(ScriptModule, IgnoresExecutorStateOfBareCall) {
   const auto bare = script_model();
   for (int step = 0; step < 3; ++step) {
     const mezzo::AutocastGuard<torch::kCPU> autocast;
@@ -98,7 +98,7 @@ TEST(ScriptModule, IsNotBoundByWhatABareCallLeftInLibtorchsExecutor) {
   expect_steps_alike(script, model, {.device_type = torch::kCPU, .dtype = torch::kHalf});
 }
 
-TEST(ScriptModule, SharesParametersBuffersAndModeWithTheScript) {
+TEST(ScriptModule, SharesParametersBuffersAndMode) {
   auto bare = script_model();
   ScriptModule script(bare);
   EXPECT_THAT(script->named_parameters().keys(),
@@ -122,7 +122,7 @@ TEST(ScriptModule, SharesParametersBuffersAndModeWithTheScript) {
   EXPECT_FALSE(torch::equal(bare.attr("out").toModule().attr("weight").toTensor(), before));
 }
 
-TEST(ScriptModule, ClonesIntoLeavesOfItsOwn) {
+TEST(ScriptModule, CloneHasOwnLeaves) {
   ScriptModule script(script_model());
   script->parameters()[0].set_requires_grad(false);
   const auto copy = std::dynamic_pointer_cast<mezzo::ScriptModuleImpl>(script->clone());
@@ -137,14 +137,14 @@ TEST(ScriptModule, ClonesIntoLeavesOfItsOwn) {
   }
 }
 
-TEST(ScriptModule, RefusesArgumentsThatTheScriptDoesNotTakeUnderAutocastToo) {
+TEST(ScriptModule, ThrowsForWrongArgumentsUnderAutocast) {
   ScriptModule script(script_model());
   const mezzo::AutocastGuard<torch::kCPU> autocast;
   EXPECT_THROW(script(images(), images()), c10::Error);
   EXPECT_THROW(script(3.0), c10::Error);
 }
 
-TEST(ScriptModule, TakesAVectorOfIValuesAsItsArguments) {
+TEST(ScriptModule, AcceptsVectorOfIValues) {
   ScriptModule script(script_model());
   script->eval();
   std::vector<c10::IValue> arguments{images()};
@@ -154,7 +154,7 @@ TEST(ScriptModule, TakesAVectorOfIValuesAsItsArguments) {
   EXPECT_TRUE(torch::equal(script->forward(std::move(arguments)).toTensor(), expected));
 }
 
-TEST(ScriptModule, HasTheBuffersThatItsForwardReplaced) {
+TEST(ScriptModule, SyncsBuffersReplacedByForward) {
   const auto counter = [] {
     torch::jit::Module inner("Counter");
     inner.register_buffer("calls", torch::zeros({1}));
@@ -186,7 +186,7 @@ TEST(ScriptModule, HasTheBuffersThatItsForwardReplaced) {
 //     def forward(self, x):
 //         with torch.autocast("cpu", enabled=False):
 //             return self.fc(x)
-TEST(ScriptModule, RefusesAScriptThatOpensARegionItself) {
+TEST(ScriptModule, ThrowsForAutocastRegionInScript) {
   ScriptModule net(torch::jit::load(MEZZO_AUTOCAST_TEST_DATA "/opens_autocast.pt"));
   EXPECT_NO_THROW(net(torch::ones({2, 2})));
   const mezzo::AutocastGuard<torch::kCPU> autocast;
@@ -199,7 +199,7 @@ TEST(ScriptModule, RefusesAScriptThatOpensARegionItself) {
 }
 
 // The files are what tests/autocast/data/forks.py writes.
-TEST(ScriptModule, FollowsForksUnderTheOpListsAndThePolicy) {
+TEST(ScriptModule, ForksFollowOpListsAndOverrides) {
   ScriptModule net(torch::jit::load(MEZZO_AUTOCAST_TEST_DATA "/forks.pt"));
   const auto parameters = net->named_parameters();
   const auto x = torch::randn({4, 8});
@@ -219,7 +219,7 @@ TEST(ScriptModule, FollowsForksUnderTheOpListsAndThePolicy) {
   }
 }
 
-TEST(ScriptModule, RefusesWhatLibtorchWouldRunByItsOwnLists) {
+TEST(ScriptModule, ThrowsForOpsOutsideInterpreter) {
   const auto refused = [](const char* file) {
     ScriptModule net(torch::jit::load(std::string(MEZZO_AUTOCAST_TEST_DATA "/") + file));
     EXPECT_NO_THROW(net(torch::ones({2, 8})));
@@ -234,7 +234,7 @@ TEST(ScriptModule, RefusesWhatLibtorchWouldRunByItsOwnLists) {
                              testing::HasSubstr("declare the submodule with its class")));
 }
 
-TEST(AutocastModule, RunsTorchScriptUnderItsSettingInAnyThread) {
+TEST(AutocastModule, RunsTorchScriptInAnyThread) {
   const auto bare = script_model();
   AutocastModule net(ScriptModule(bare), {.device_type = torch::kCPU});
   torch::Tensor output, forwarded;

@@ -1,4 +1,5 @@
 #include <mezzo/autocast/autocast_guard.h>
+#include <mezzo/autocast/autocast_state.h>
 
 #include <ATen/autocast_mode.h>
 #include <torch/torch.h>
@@ -14,6 +15,7 @@
 namespace {
 
 using mezzo::AutocastState;
+using mezzo::AutocastStateGuard;
 using torch::Tensor;
 
 void set_every_device_type_by_hand() {
@@ -32,7 +34,7 @@ void expect_every_device_type_as_set() {
   EXPECT_FALSE(at::autocast::is_autocast_cache_enabled());
 }
 
-TEST(AutocastState, CarriesEveryDeviceTypeAndTheCacheFlag) {
+TEST(AutocastState, HoldsEveryDeviceTypeAndCacheFlag) {
   std::thread([] {  // a thread of its own, whose state ends with it
     set_every_device_type_by_hand();
     std::thread(mezzo::propagate_autocast_state(expect_every_device_type_as_set)).join();
@@ -40,7 +42,7 @@ TEST(AutocastState, CarriesEveryDeviceTypeAndTheCacheFlag) {
       .join();
 }
 
-TEST(AutocastState, LeavesTheRestOfAThreadsDispatchStateAlone) {
+TEST(AutocastState, PreservesOtherDispatchState) {
   const AutocastState off = AutocastState::current();
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKey::Tracer);
   const mezzo::AutocastGuard<torch::kCPU> autocast;
@@ -52,7 +54,7 @@ TEST(AutocastState, LeavesTheRestOfAThreadsDispatchStateAlone) {
   EXPECT_EQ(dtype_of_product(), torch::kBFloat16);
 }
 
-TEST(AutocastState, IsRestoredInAPoolThreadBetweenTasks) {
+TEST(AutocastState, RestoredInPoolThreadBetweenTasks) {
   const AutocastState off = AutocastState::current();
   const mezzo::AutocastGuard<torch::kCPU> autocast({.cache_enabled = false});
   const AutocastState on = AutocastState::current();
@@ -74,7 +76,7 @@ TEST(AutocastState, IsRestoredInAPoolThreadBetweenTasks) {
   }).join();
 }
 
-TEST(AutocastState, TravelsWithTheArgumentsOfTheWork) {
+TEST(AutocastState, PropagatesToThreads) {
   const mezzo::AutocastGuard<torch::kCPU> autocast;
   const auto work = mezzo::propagate_autocast_state(
       [](const Tensor& x, std::unique_ptr<int> n) { return torch::mm(x, x) * *n; });

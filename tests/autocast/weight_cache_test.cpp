@@ -1,4 +1,5 @@
 #include <mezzo/autocast/autocast_guard.h>
+#include <mezzo/autocast/autocast_state.h>
 
 #include <ATen/autocast_mode.h>
 #include <torch/torch.h>
@@ -24,7 +25,7 @@ Tensor cast(const Tensor& tensor, torch::ScalarType dtype = torch::kBFloat16) {
   return at::autocast::cached_cast(dtype, tensor, torch::kCPU);
 }
 
-TEST(AutocastWeightCache, CastsAWeightOnceARegionUnlessItIsDisabled) {
+TEST(AutocastWeightCache, CastsWeightOncePerRegion) {
   const Tensor w = weight();
   const AutocastGuard<torch::kCPU> caching;
   EXPECT_TRUE(cast(w).is_same(cast(w)));
@@ -32,7 +33,7 @@ TEST(AutocastWeightCache, CastsAWeightOnceARegionUnlessItIsDisabled) {
   EXPECT_FALSE(cast(w).is_same(cast(w)));
 }
 
-TEST(AutocastWeightCache, IsClearedAtTheOutermostExit) {
+TEST(AutocastWeightCache, ClearedAtOutermostExit) {
   const Tensor w = weight();
   std::optional<c10::weak_intrusive_ptr<c10::TensorImpl>> copy;
   {
@@ -46,7 +47,7 @@ TEST(AutocastWeightCache, IsClearedAtTheOutermostExit) {
   EXPECT_TRUE(copy->expired());
 }
 
-TEST(AutocastWeightCache, OutlivesAnInnerRegionOfTheSameDtype) {
+TEST(AutocastWeightCache, OutlivesInnerRegionOfSameDtype) {
   const Tensor w = weight();
   const AutocastGuard<torch::kCPU> outer;
   const Tensor before = cast(w);
@@ -70,7 +71,7 @@ std::vector<std::function<void(torch::ScalarType, const std::function<void()>&)>
       },
       [](auto dtype, auto& call) { mezzo::autocast({.device_type = kCPU, .dtype = dtype}, call); },
       [](auto dtype, auto& call) {
-        mezzo::autocast(call, {.device_type = kCPU, .dtype = dtype})();
+        mezzo::autocast_wrap({.device_type = kCPU, .dtype = dtype}, call)();
       },
       [=](auto dtype, auto& call) {
         const mezzo::AutocastStateGuard scope(state_of(dtype));
@@ -86,7 +87,7 @@ std::vector<std::function<void(torch::ScalarType, const std::function<void()>&)>
       }};
 }
 
-TEST(AutocastWeightCache, ARegionOfAnotherDtypeReadsItsOwnCasts) {
+TEST(AutocastWeightCache, SeparateForRegionOfOtherDtype) {
   const Tensor w = weight();
   const Tensor x = torch::rand({4, 4});
   const auto expect_dtype = [&](torch::ScalarType dtype) {
@@ -106,7 +107,7 @@ TEST(AutocastWeightCache, ARegionOfAnotherDtypeReadsItsOwnCasts) {
   }
 }
 
-TEST(AutocastWeightCache, StaysOffInRegionsInsideOneThatDisabledIt) {
+TEST(AutocastWeightCache, StaysDisabledInNestedRegions) {
   const Tensor w = torch::ones({2, 2}).requires_grad_();
   const Tensor x = torch::ones({2, 2});
   const AutocastGuard<torch::kCPU> outer({.cache_enabled = false});
@@ -132,12 +133,12 @@ std::vector<bool> caches_in_silent_regions() {
   }
   mezzo::autocast({.device_type = torch::kCPU, .dtype = torch::kHalf}, look);
   std::thread(mezzo::propagate_autocast_state([&] {
-    mezzo::autocast<torch::kCPU>(look)();
+    mezzo::autocast_wrap<torch::kCPU>(look)();
   })).join();
   return found;
 }
 
-TEST(AutocastWeightCache, IsInheritedByEveryRegionThatSaysNothingOfIt) {
+TEST(AutocastWeightCache, FlagInheritedByDefault) {
   EXPECT_THAT(caches_in_silent_regions(), Each(true));
   {
     const AutocastGuard<torch::kCPU> outer({.cache_enabled = false});
@@ -151,7 +152,7 @@ TEST(AutocastWeightCache, IsInheritedByEveryRegionThatSaysNothingOfIt) {
 }
 
 // A copy that is made without gradients is not the one that is used with them.
-TEST(AutocastWeightCache, KeepsNoCopyOfANoGradScopeOrOfInferenceMode) {
+TEST(AutocastWeightCache, IgnoresNoGradAndInferenceCasts) {
   torch::nn::Linear model(2, 2);
   const Tensor x = torch::randn({8, 2});
   Tensor loss;

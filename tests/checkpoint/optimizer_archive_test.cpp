@@ -305,8 +305,8 @@ std::vector<PythonFile> python_files() {
       {"MomentIsText",
        python_state(dict({{"step", kOne}, {"exp_avg", bytes::text("a")}, {"exp_avg_sq", kFour}}),
                     adamw),
-       "no tensor"},
-      {"OptionIsText", python_state(moments, of_text), "another class|damaged|uple"},
+       "not a tensor"},
+      {"OptionIsText", python_state(moments, of_text), "another class|corrupt|uple"},
   };
 }
 

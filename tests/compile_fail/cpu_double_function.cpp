@@ -3,8 +3,8 @@
 
 int function_in_double() {
 #ifdef MEZZO_LEGAL
-  return mezzo::autocast<c10::DeviceType::CPU, c10::ScalarType::Half>([] { return 1; })();
+  return mezzo::autocast_wrap<c10::DeviceType::CPU, c10::ScalarType::Half>([] { return 1; })();
 #else
-  return mezzo::autocast<c10::DeviceType::CPU, c10::ScalarType::Double>([] { return 1; })();
+  return mezzo::autocast_wrap<c10::DeviceType::CPU, c10::ScalarType::Double>([] { return 1; })();
 #endif
 }

@@ -3,6 +3,7 @@
 #include <mezzo/checkpoint/checkpoint.h>
 #include <mezzo/distributed/checkpoint_manager.h>
 #include <mezzo/optim/ema.h>
+#include <mezzo/optim/ema_guard.h>
 
 #include <torch/torch.h>
 

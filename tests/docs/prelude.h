@@ -1,5 +1,5 @@
-// What the code blocks of README.md and docs/ take for granted: a model, its optimizer, batches.
-// Declared and not defined, for the blocks are compiled and not run.
+// Declares the names that code blocks of README.md and docs/ assume: a model, its optimizer,
+// batches. They are not defined, since the blocks are compiled and not run.
 #pragma once
 
 #include <mezzo/autocast.h>
@@ -50,14 +50,14 @@ extern mezzo::optim::AdamW optimizer, opt_d, opt_g;
 extern torch::optim::SGD sgd;
 extern mezzo::LinearSchedule schedule;
 extern mezzo::StepResult result;
-extern mezzo::AutocastOptions setting;
+extern mezzo::AutocastOptions options;
 extern const mezzo::OpOverrides overrides;
 extern c10::intrusive_ptr<c10d::Backend> world;
 extern mezzo::DistributedDataParallel<Net> ddp;
 
 extern std::int64_t step, epoch, accumulate;
 
-// Pages with names of their own.
+// Names of single pages.
 namespace page_cuda {
 struct Graph {
   void capture_begin();

@@ -86,7 +86,7 @@ Tensor trained_in_a_guard(Nested model) {
   return result;
 }
 
-TEST(Containers, UnderAutocastModuleGiveTheBitsOfAGuard) {
+TEST(ModuleContainers, AutocastModuleBitwiseEqualsGuard) {
   Nested guarded, model;
   const Tensor expected = trained_in_a_guard(guarded);
   mezzo::AutocastModule wrapped(model, {.device_type = torch::kCPU});
@@ -100,7 +100,7 @@ TEST(Containers, UnderAutocastModuleGiveTheBitsOfAGuard) {
   }
 }
 
-TEST(Containers, MayHoldAutocastModules) {
+TEST(ModuleContainers, HoldAutocastModules) {
   const torch::nn::Linear linear(4, 4);
   const mezzo::AutocastModule wrapped(linear, {.device_type = torch::kCPU});
   torch::nn::ModuleList list(wrapped);
@@ -116,7 +116,7 @@ TEST(Containers, MayHoldAutocastModules) {
   EXPECT_TRUE(dict->named_parameters()["layer.weight"].is_same(linear->weight));
 }
 
-TEST(Containers, AreCastAndSteppedByInitialize) {
+TEST(ModuleContainers, CastAndSteppedByAmp) {
   Nested model;
   torch::optim::SGD optimizer(model->parameters(), 1.0);
   auto amp = mezzo::initialize(model, optimizer, mezzo::OptLevel::O2({.loss_scale = 1.0}),
@@ -133,7 +133,7 @@ TEST(Containers, AreCastAndSteppedByInitialize) {
       << "a part by itself";
 }
 
-TEST(Containers, AreInitializedByThemselves) {
+TEST(ModuleContainers, AcceptedByInitialize) {
   const Nested model;
   const auto amp =
       mezzo::initialize({model->list, model->sequential}, mezzo::OptLevel::O3(), {.verbosity = 0});
@@ -141,7 +141,7 @@ TEST(Containers, AreInitializedByThemselves) {
   EXPECT_EQ(amp.forward(model->sequential, batch()).scalar_type(), torch::kFloat);
 }
 
-TEST(Containers, TrainInDataParallelAsAlone) {
+TEST(ModuleContainers, DataParallelEqualsSingleProcess) {
   Nested alone, model;
   mezzo::optim::SGD optimizer(alone->parameters(), mezzo::optim::SGDOptions(1e-2));
   alone->forward(batch()).square().sum().backward();
@@ -153,7 +153,7 @@ TEST(Containers, TrainInDataParallelAsAlone) {
   expect_same_parameters(alone, model);
 }
 
-TEST(Containers, ComeBackFromCheckpointsWrappedOrNot) {
+TEST(ModuleContainers, LoadFromCheckpointWrappedOrNot) {
   const test_support::TempDir temp_dir;
   Nested saved, loaded;
   mezzo::AutocastModule wrapped(saved, {.device_type = torch::kCPU});

@@ -1,11 +1,10 @@
 /// \file
-/// AutocastAutogradFunction: autocast for custom autograd functions, as torch.amp.custom_fwd and
-/// custom_bwd in Python.
-///
-/// Brings in torch/csrc/autograd/custom_function.h, about nine seconds of compile time.
+/// AutocastAutogradFunction: autocast for custom autograd functions (torch.amp.custom_fwd and
+/// custom_bwd). Includes torch/csrc/autograd/custom_function.h, which takes nine seconds to
+/// compile.
 #pragma once
 
-#include <mezzo/autocast/autocast_guard.h>
+#include <mezzo/autocast/autocast_state.h>
 #include <mezzo/autocast/detail/thread_op_overrides.h>
 #include <mezzo/base/detail/autocast_mode.h>
 #include <mezzo/base/detail/for_each_tensor.h>
@@ -20,7 +19,7 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// An AutocastState in the form that `ctx->saved_data` takes.
+/// An AutocastState that can be stored in `ctx->saved_data`.
 struct AutocastStateHolder : torch::CustomClassHolder {
   AutocastState state = AutocastState::current();
 };
@@ -48,14 +47,14 @@ struct AutocastAutogradFunctionImpl
   static torch::autograd::variable_list backward(Context* ctx,
                                                  torch::autograd::variable_list gradients) {
     const auto saved = ctx->saved_data.at(kAutocastStateKey).toCapsule();
-    const AutocastStateGuard scope(static_cast<const AutocastStateHolder&>(*saved).state);
+    const AutocastStateGuard guard(static_cast<const AutocastStateHolder&>(*saved).state);
     return T::backward(ctx, std::move(gradients));
   }
 
  private:
   template <class... Args>
   static auto forward_with_autocast_disabled(Context* ctx, Args&&... args) {
-    const AutocastDisabledGuard off;
+    const AutocastDisabledGuard disabled;
     save_state(ctx);
     return T::forward(ctx, std::forward<Args>(args)...);
   }
@@ -68,7 +67,7 @@ struct AutocastAutogradFunctionImpl
 
 }  // namespace detail
 
-/// A base for autograd functions whose backward runs under the autocast state of its forward:
+/// Base of autograd functions whose backward runs under the autocast state of their forward:
 ///
 ///     struct Multiply : mezzo::AutocastAutogradFunction<Multiply> {
 ///       static torch::Tensor forward(torch::autograd::AutogradContext* ctx, torch::Tensor a,
@@ -78,24 +77,22 @@ struct AutocastAutogradFunctionImpl
 ///     };
 ///     auto c = Multiply::apply(a, b);
 ///
-/// `forward` and `backward` are those of torch::autograd::Function, to the letter. A function
-/// written for it needs no change, or is wrapped where it is used:
-/// `mezzo::AutocastAutogradFunction<TheirFunction>::apply(x)`.
+/// `forward` and `backward` are declared as for torch::autograd::Function. An existing function is
+/// wrapped where it is used: `mezzo::AutocastAutogradFunction<TheirFunction>::apply(x)`.
 ///
-/// Without `CastInputs`, `forward` runs under the caller's state, and `backward` under the same
-/// one, wherever and under whatever state the backward pass runs: a bfloat16 forward has a bfloat16
-/// backward. (As custom_fwd without cast_inputs.)
+/// Without `CastInputs` (custom_fwd without cast_inputs) `forward` runs under the caller's state,
+/// and `backward` under the same state in any thread and region: a bfloat16 forward has a bfloat16
+/// backward.
 ///
-/// With `CastInputs`, say `AutocastAutogradFunction<Multiply, torch::kFloat>`, for kernels that
-/// need one dtype: where autocast is enabled for a tensor's device type, floating-point arguments
-/// on that device are converted, all but double, and `forward` and `backward` run with autocast
-/// off. Tensors in optionals, containers, tuples and structs with a member `tensors()` are
-/// converted too. Where autocast is off nothing is converted. (As custom_fwd(cast_inputs=...).)
-/// Gradients come back in the dtype of the argument that the caller gave; libtorch sees to it.
+/// With `CastInputs`, such as `AutocastAutogradFunction<Multiply, torch::kFloat>`, for kernels of
+/// one dtype (custom_fwd(cast_inputs=...)): floating-point arguments, except double, on a device
+/// whose autocast is enabled are cast, also in optionals, containers, tuples and structs with a
+/// member `tensors()`, and `forward` and `backward` run with autocast disabled. Where autocast is
+/// disabled nothing is cast. Gradients have the dtype of the caller's argument.
 ///
-/// As with torch::autograd::Function, autograd follows arguments that are a Tensor, an optional
-/// Tensor or a TensorList, and not those inside other containers. `ctx->saved_data` holds one key
-/// of mezzo's, "mezzo.autocast". No host sync. Any thread.
+/// As with torch::autograd::Function, autograd tracks arguments that are a Tensor, an optional
+/// Tensor or a TensorList, and not those in other containers. `ctx->saved_data` has one key of
+/// mezzo, "mezzo.autocast". No host sync. Thread-safe.
 template <class T, at::ScalarType CastInputs = at::ScalarType::Undefined>
 struct AutocastAutogradFunction {
   static_assert(

@@ -1,7 +1,6 @@
 /// \file
-/// AutocastModule: a module that runs its forward pass under autocast, in whatever thread calls it.
-/// Separate from mezzo/autocast/autocast_guard.h because libtorch's modules take twelve seconds to
-/// compile.
+/// AutocastModule: a module whose forward pass runs under autocast in any thread. Not in
+/// autocast_guard.h because libtorch's modules take twelve seconds to compile.
 #pragma once
 
 #include <mezzo/autocast/autocast_guard.h>
@@ -35,7 +34,7 @@ auto deduce_module_impl() {
 template <class M>
 using ModuleImplOf = typename decltype(deduce_module_impl<M>())::type;
 
-/// A `forward` of these types that goes through `Derived::call`.
+/// Has a `forward` with this signature, which calls `Derived::call`.
 template <class Derived, class Result, class... Args>
 struct ForwardWithSignature {
   Result forward(Args... args) {
@@ -78,12 +77,12 @@ class AutocastModuleImpl : public torch::nn::Module,
     TORCH_CHECK(
         module_ != nullptr,
         "AutocastModule: module is an empty holder or a null pointer; construct the module first");
-    // Before there are children, so that none of them is switched.
+    // Before children are registered: each keeps its mode.
     torch::nn::Module::train(module_->is_training());
     register_members_of_module();
   }
 
-  /// Calls `module()->forward(args...)` under the options.
+  /// Returns `module()->forward(args...)` under the options.
   template <class... Args>
   decltype(auto) call(Args&&... args) {
     const detail::AutocastRegion region(options_);
@@ -92,10 +91,8 @@ class AutocastModuleImpl : public torch::nn::Module,
     });
   }
 
-  /// Returns the wrapped module, for its other members.
+  /// Returns the wrapped module.
   const std::shared_ptr<Impl>& module() const noexcept { return module_; }
-
-  // torch::nn::Module's virtual members do what the wrapped module's do.
 
   /// Returns a copy of the wrapped module, wrapped with the same options.
   std::shared_ptr<torch::nn::Module> clone(
@@ -103,7 +100,7 @@ class AutocastModuleImpl : public torch::nn::Module,
     return std::make_shared<AutocastModuleImpl>(
         std::dynamic_pointer_cast<Impl>(module_->clone(device)), options_);
   }
-  /// Sets the mode of the wrapped module, and of this one.
+  /// Sets training or evaluation mode.
   void train(bool on = true) override {
     torch::nn::Module::train(on);
     module_->train(on);  // last: a module that keeps some children in eval mode has the final word
@@ -120,13 +117,13 @@ class AutocastModuleImpl : public torch::nn::Module,
   void to(torch::Device device, bool non_blocking = false) override {
     module_->to(device, non_blocking);
   }
-  /// Returns whether torch::save writes the wrapped module.
+  /// Returns whether torch::save saves the wrapped module.
   bool is_serializable() const override { return module_->is_serializable(); }
-  /// Saves the wrapped module under its own names.
+  /// Saves the wrapped module under its names.
   void save(torch::serialize::OutputArchive& archive) const override { module_->save(archive); }
-  /// Loads what `save`, of this class or of the wrapped one, wrote.
+  /// Loads a state saved by this or by the wrapped module.
   void load(torch::serialize::InputArchive& archive) override { module_->load(archive); }
-  /// Prints "mezzo::AutocastModule(...)" round the wrapped module.
+  /// Prints "mezzo::AutocastModule(...)" around the wrapped module.
   void pretty_print(std::ostream& stream) const override {
     stream << "mezzo::AutocastModule(";
     module_->pretty_print(stream);
@@ -134,17 +131,18 @@ class AutocastModuleImpl : public torch::nn::Module,
   }
 
  private:
-  // How a parent's clone() fills the child that the copy's own reset() made.
+  // Called by a parent's clone() with the child that the copy's reset() created.
   void clone_(torch::nn::Module& other, const std::optional<torch::Device>& device) override {
     const auto copy = std::dynamic_pointer_cast<AutocastModuleImpl>(other.clone(device));
-    TORCH_CHECK(copy != nullptr,
-                "clone: the child is an AutocastModule in the copy and was none in "
-                "the original; register the same modules in reset()");
+    TORCH_CHECK(
+        copy != nullptr,
+        "clone: the child is an AutocastModule in the copy and not in the original; register "
+        "the same modules in reset()");
     *this = *copy;
   }
 
-  // Both modules have the same tensors and children under the same names, so each sees what
-  // libtorch does to them in place through the other.
+  // Both modules have the same tensors and children under the same names, so in-place changes
+  // through one are visible in the other.
   void register_members_of_module() {
     for (const auto& item : module_->named_parameters(/*recurse=*/false)) {
       register_parameter(item.key(), item.value(), item.value().requires_grad());
@@ -161,28 +159,28 @@ class AutocastModuleImpl : public torch::nn::Module,
   AutocastOptions options_;  ///< validated
 };
 
-/// A module whose forward runs under autocast in every thread, also in those of
-/// torch::nn::parallel::parallel_apply and data_parallel, which a guard around the call does not
-/// reach.
+/// A module whose forward runs under autocast in any thread, also in the threads of
+/// torch::nn::parallel::parallel_apply and data_parallel, where a guard around the call has no
+/// effect.
 ///
 ///     mezzo::AutocastModule net(Net(), {.device_type = torch::kCUDA});
-///     torch::Tensor out = net(images);  // Net's forward: every argument, its result
+///     torch::Tensor out = net(images);  // Net's arguments and result
 ///     torch::nn::Sequential layers(mezzo::AutocastModule(conv, options), ReLU());
 ///
 /// `M` is a module holder (torch::nn::Linear, any TORCH_MODULE), a std::shared_ptr to a module, or
-/// a module class. The module is shared, not copied:
-/// parameters(), state dict, to(), train(), torch::save and torch::load see M's own tensors under
-/// M's own names, with no prefix, so a checkpoint fits with and without the wrapper; clone() gives
-/// a wrapped copy. Two things differ: tensors that M registers after it was wrapped are not listed,
-/// and apply(f) meets this class in M's place (and M's children as before): initialise M first.
-/// \throws c10::Error for an empty holder and for a options that AutocastGuard refuses
+/// a module class. The module is shared, not copied: parameters(), state dict, to(), train(),
+/// torch::save and torch::load act on M's tensors under M's names, without a prefix, so checkpoints
+/// load with and without the wrapper; clone() returns a wrapped copy. Two differences: tensors that
+/// M registers after it was wrapped are not listed, and apply(f) is called with this class instead
+/// of M (and with M's children): initialize M first.
+/// \throws c10::Error for an empty holder and for options that AutocastGuard throws for
 template <class M>
 class AutocastModule : public torch::nn::ModuleHolder<AutocastModuleImpl<detail::ModuleImplOf<M>>> {
   using Impl = detail::ModuleImplOf<M>;
   using Holder = torch::nn::ModuleHolder<AutocastModuleImpl<Impl>>;
 
  public:
-  /// Wraps the module of a holder, which stays in use by others.
+  /// Wraps the module of a holder.
   AutocastModule(const torch::nn::ModuleHolder<Impl>& module, const AutocastOptions& options)
       : AutocastModule(module.is_empty() ? nullptr : module.ptr(), options) {}
   /// Wraps the module of a pointer.
@@ -190,10 +188,12 @@ class AutocastModule : public torch::nn::ModuleHolder<AutocastModuleImpl<detail:
       : Holder(std::make_shared<AutocastModuleImpl<Impl>>(std::move(module), options)) {}
   /// Holds the result of `register_module("fc", mezzo::AutocastModule(fc, options))`.
   AutocastModule(std::shared_ptr<AutocastModuleImpl<Impl>> module) : Holder(std::move(module)) {}
-  /// An empty holder, as `torch::nn::Linear(nullptr)` is.
+  /// Makes an empty holder, as `torch::nn::Linear(nullptr)` does.
   AutocastModule(std::nullptr_t) : Holder(nullptr) {}
+  /// Options are in braces.
+  AutocastModule(const auto&, detail::DeviceOrType auto) = delete;  // {.device_type = torch::kCUDA}
 
-  /// Calls M's forward under the options; default arguments may be left out.
+  /// Returns the result of M's forward under the options. Keeps default arguments.
   template <class... Args>
   decltype(auto) operator()(Args&&... args) {
     return this->get()->call(std::forward<Args>(args)...);
@@ -203,5 +203,7 @@ class AutocastModule : public torch::nn::ModuleHolder<AutocastModuleImpl<detail:
 /// Deduces the class of the module.
 template <class M>
 AutocastModule(M, AutocastOptions) -> AutocastModule<M>;
+template <class M>
+AutocastModule(M, detail::DeviceOrType auto) -> AutocastModule<M>;
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

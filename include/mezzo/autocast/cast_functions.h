@@ -1,23 +1,23 @@
 /// \file
-/// Plain functions that take part in autocast, as with Python's `custom_fwd(cast_inputs=...)` and
-/// Apex's `half_function`, `float_function` and `promote_function`.
+/// Functions that take part in autocast: Python's `custom_fwd(cast_inputs=...)`, and Apex's
+/// `half_function`, `float_function` and `promote_function`.
 ///
 ///     auto loss = mezzo::float_function(my_loss);
 ///     auto mix = mezzo::half_function([&](torch::Tensor x) { return fused_kernel(x, table); });
 ///
-/// In a region of autocast the returned callable casts the tensors among its arguments and runs the
-/// function with autocast off, so that nothing inside is cast again; elsewhere it just calls. It
-/// forwards all arguments, also those without tensors, perfectly, and returns what the function
-/// returns, a copy where that is a reference to tensors.
+/// In an autocast region the returned callable casts the tensors among its arguments and calls the
+/// function with autocast disabled, so that nothing inside is cast again; elsewhere it only calls
+/// the function. It forwards other arguments perfectly and returns the function's result; a copy
+/// where that is a reference to tensors.
 ///
-/// A tensor is cast if it is floating, not double, and on a device whose autocast is enabled in the
-/// calling thread: bare, in std::optional, std::vector, std::array, c10::ArrayRef, std::pair,
-/// std::tuple, in maps' values, in these within one another, and in structs that list their tensors
-/// with a member `tensors()`. An argument that holds tensors is passed on as a temporary copy with
-/// cast tensors, so the function cannot hand results back through it. Casts are differentiable.
+/// Casts floating-point tensors, except double, on a device whose autocast is enabled in the
+/// calling thread: as arguments, in std::optional, std::vector, std::array, c10::ArrayRef,
+/// std::pair, std::tuple, in values of maps, in nested containers, and in structs that list their
+/// tensors with a member `tensors()`. An argument with tensors is passed as a temporary copy, so it
+/// cannot return results. Casts are differentiable.
 ///
-/// A lvalue function is copied; pass std::ref(function) to keep a reference. An op that is
-/// registered with TORCH_LIBRARY needs none of this: name it in an OpOverrides.
+/// Copies an lvalue function; pass std::ref(function) to keep a reference. For an op registered
+/// with TORCH_LIBRARY use OpOverrides instead.
 #pragma once
 
 #include <mezzo/autocast/detail/thread_op_overrides.h>
@@ -42,19 +42,19 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 inline bool is_any_autocast_enabled() {
-  return std::any_of(kAutocastDevices.begin(), kAutocastDevices.end(),
-                     [](auto device) { return at::autocast::is_autocast_enabled(device); });
+  return std::ranges::any_of(kAutocastDevices,
+                             [](auto device) { return at::autocast::is_autocast_enabled(device); });
 }
 
-/// `R`, or a value where it is a reference to tensors, which may lead into a cast argument.
+/// `R`, decayed if it is a reference to tensors, which may refer to a cast argument.
 template <class R>
 using DecayTensorReference =
     std::conditional_t<std::is_reference_v<R> && contains_tensors<R>(), std::decay_t<R>, R>;
 
-/// Says to which dtype a cast function's tensors are cast.
+/// The dtype that CastInputs casts to: a fixed one, the region's, or the widest of the arguments.
 enum class CastTarget { fixed, autocast_dtype, promote };
 
-/// Calls a function on cast arguments with autocast off, and plainly where autocast is off.
+/// Calls a function with cast arguments and autocast disabled. Outside regions only calls it.
 struct CastInputs {
   CastTarget target;
   at::ScalarType fixed = at::kFloat;
@@ -73,10 +73,10 @@ struct CastInputs {
           target == CastTarget::autocast_dtype ? at::autocast::get_autocast_dtype(*device) : common;
       return at::autocast::cached_cast(dtype, tensor, *device);
     };
-    // Braces, so that the casts happen before autocast is switched off.
+    // Braces evaluate the casts now, while autocast is enabled.
     std::tuple<decltype(map_tensors(std::forward<Args>(args), cast))...> arguments{
         map_tensors(std::forward<Args>(args), cast)...};
-    const AutocastDisabledGuard off;
+    const AutocastDisabledGuard disabled;
     return std::apply(
         [&function](
             auto&&... each) -> DecayTensorReference<std::invoke_result_t<F&, decltype(each)...>> {
@@ -89,11 +89,11 @@ struct CastInputs {
   template <class... Args>
   static at::ScalarType promote(const Args&... args) {
     std::optional<at::ScalarType> promoted;
-    const auto look = [&promoted](const at::Tensor& tensor) {
+    const auto visit = [&promoted](const at::Tensor& tensor) {
       if (eligible_autocast_device(tensor).has_value())
         promoted = promote_type(promoted, tensor.scalar_type());
     };
-    (for_each_tensor(args, look), ...);
+    (for_each_tensor(args, visit), ...);
     return promoted.value_or(at::kFloat);
   }
 };
@@ -105,9 +105,9 @@ auto wrap_with_cast_inputs(CastInputs casts, F&& function) {
 
 }  // namespace detail
 
-/// Returns `function` as a callable that casts its inputs to `dtype`. In PyTorch:
+/// Returns a callable that casts inputs to `dtype` and calls `function`: PyTorch's
 /// `custom_fwd(cast_inputs=dtype)`.
-/// \throws c10::Error unless dtype is float32, half or bfloat16
+/// \throws c10::Error unless dtype is float32, float16 or bfloat16
 template <class F>
 [[nodiscard]] auto cast_inputs(at::ScalarType dtype, F&& function) {
   TORCH_CHECK(dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16,
@@ -117,14 +117,14 @@ template <class F>
                                        std::forward<F>(function));
 }
 
-/// Returns `function` as a callable that runs in float32, for functions that overflow or lose too
-/// much. In Apex: `float_function`.
+/// Returns a callable that runs `function` in float32, for functions that overflow or lose
+/// precision: Apex's `float_function`.
 template <class F>
 [[nodiscard]] auto float_function(F&& function) {
   return cast_inputs(at::kFloat, std::forward<F>(function));
 }
 
-/// Returns `function` as a callable that runs in the dtype of the calling region. In Apex:
+/// Returns a callable that runs `function` in the dtype of the calling region: Apex's
 /// `half_function`.
 template <class F>
 [[nodiscard]] auto half_function(F&& function) {
@@ -132,8 +132,8 @@ template <class F>
                                        std::forward<F>(function));
 }
 
-/// Returns `function` as a callable that runs in the widest dtype among the tensors that it is
-/// given; half and bfloat16 meet in float32. In Apex: `promote_function`.
+/// Returns a callable that runs `function` in the widest dtype of its tensors, float32 for float16
+/// and bfloat16: Apex's `promote_function`.
 template <class F>
 [[nodiscard]] auto promote_function(F&& function) {
   return detail::wrap_with_cast_inputs({detail::CastTarget::promote}, std::forward<F>(function));

@@ -1,5 +1,5 @@
 /// \file
-/// The cast policies of autocast's op lists.
+/// CastPolicy, what autocast does with an op.
 #pragma once
 
 #include <mezzo/base/version.h>
@@ -12,18 +12,17 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
-/// The treatment of an op by autocast. Double, complex and integer tensors, and tensors of another
-/// device type, are left alone by every cast overrides.
+/// What autocast does with an op: at::autocast::CastPolicy, and three more. Double, complex and
+/// integer tensors, and tensors on another device type, are never cast.
 enum class CastPolicy : std::uint8_t {
-  lower_precision_fp,  ///< floating inputs are cast to the region's dtype
-  fp32,                ///< floating inputs are cast to float32
-  fp32_set_opt_dtype,  ///< inputs stay; the `dtype` argument becomes float32 unless the caller set
-                       ///< it
-  fp32_append_dtype,   ///< inputs stay; the overload that takes a `dtype` is called with float32
-  promote,             ///< floating inputs are cast to the widest of their dtypes
-  banned,              ///< an error: the op overflows in half precision
-  fallthrough,         ///< not on a list: runs in whatever dtype its inputs have
-  unknown,             ///< a kernel that mezzo could not probe
+  lower_precision_fp,  ///< casts floating-point inputs to the region's dtype
+  fp32,                ///< casts floating-point inputs to float32
+  fp32_set_opt_dtype,  ///< sets the `dtype` argument to float32 unless the caller set it
+  fp32_append_dtype,   ///< calls the overload that takes a `dtype` with float32
+  promote,             ///< casts floating-point inputs to their widest dtype
+  banned,              ///< throws: the op is unsafe to autocast
+  fallthrough,         ///< not on a list: runs in the dtype of its inputs
+  unknown,             ///< has a kernel that mezzo could not probe
 };
 
 namespace detail {
@@ -34,14 +33,14 @@ inline constexpr std::array<std::string_view, 8> kCastPolicyNames = {
 
 }  // namespace detail
 
-/// Returns the enumerator's own name: "lower_precision_fp", "fp32" and so on.
-constexpr std::string_view to_string(CastPolicy cast_policy) {
-  return detail::kCastPolicyNames[static_cast<std::size_t>(cast_policy)];
+/// Returns the enumerator's name, such as "lower_precision_fp".
+constexpr std::string_view to_string(CastPolicy policy) {
+  return detail::kCastPolicyNames[static_cast<std::size_t>(policy)];
 }
 
-/// Prints the name.
-inline std::ostream& operator<<(std::ostream& stream, CastPolicy cast_policy) {
-  return stream << to_string(cast_policy);
+/// Prints the enumerator's name.
+inline std::ostream& operator<<(std::ostream& stream, CastPolicy policy) {
+  return stream << to_string(policy);
 }
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -7,6 +7,7 @@
 #include <mezzo/autocast/detail/autocast_region.h>
 #include <mezzo/autocast/detail/thread_op_overrides.h>
 #include <mezzo/base/model_refs.h>
+#include <mezzo/base/optimizer_refs.h>
 #include <mezzo/base/version.h>
 #include <mezzo/opt_levels/opt_level.h>
 #include <mezzo/optim/master_weights.h>
@@ -34,7 +35,7 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// A model that was given to `initialize`, and its parameters, which tell its devices.
+/// A model passed to `initialize`, and its parameters, whose devices the forward pass runs on.
 struct AmpModel {
   std::shared_ptr<torch::nn::Module> module;
   std::vector<at::Tensor> parameters;
@@ -42,187 +43,185 @@ struct AmpModel {
 
 }  // namespace detail
 
-/// Further options of `initialize`.
+/// Further options of `initialize`, by Apex's names.
 struct InitializeOptions {
-  /// The number of loss scales, with loss_id 0 to num_losses - 1. Losses that share a scale share a
+  /// Number of loss scales, with loss_id 0 to num_losses - 1. Losses may share a scale by sharing a
   /// loss_id.
   int64_t num_losses = 1;
   /// If false, nothing is cast, scaled or printed.
   bool enabled = true;
-  /// 1 prints the level to std::cout and a line for each skipped step to std::cerr; 0 does neither.
+  /// 1 prints the level to std::cout and a line per skipped step to std::cerr; 0 prints nothing.
   int verbosity = 1;
-  /// Edits to the op lists, for O1. Corresponds to Apex's `register_half_function` and similar.
+  /// Overrides of the op lists, for O1: Apex's `register_half_function` and similar.
   OpOverridesHandle op_overrides = {};
 };
 
-/// Options of one `scale_loss`.
+/// Options of Amp::backward and Amp::scale_loss.
 struct ScaleLossOptions {
-  int64_t loss_id = 0;  ///< which scale
-  /// Whether the gradients stay scaled. Use it for all micro-batches of an accumulation except the
-  /// last, which are then unscaled together. The step unscales what is still scaled; each optimizer
-  /// is then checked by itself, as in torch.amp.
+  int64_t loss_id = 0;  ///< selects the loss scale
+  /// Whether gradients stay scaled: for all micro-batches of an accumulation window except the
+  /// last, whose call unscales them together. The step unscales gradients that are still scaled;
+  /// each optimizer is then checked alone, as in torch.amp.
   bool delay_unscale = false;
 };
 
-/// The result of `mezzo::initialize`, through which the loop calls models, backward and steps.
-/// Movable.
+/// Result of `mezzo::initialize`, which runs the forward pass, backward and steps. Movable.
 ///
 /// \code
-///   auto amp = mezzo::initialize(model, optimizer, mezzo::OptLevel::O2());
+///   auto amp = mezzo::initialize(model, optimizer, "O2");
 ///   for (auto& batch : *loader) {
 ///     optimizer.zero_grad();
-///     auto loss = criterion(amp.forward(model, batch.data), batch.target);   // for model(batch.data)
-///     amp.backward(loss, optimizer);                               // for loss.backward()
+///     auto loss = criterion(amp.forward(model, batch.data), batch.target);
+///     amp.backward(loss, optimizer);
 ///     torch::nn::utils::clip_grad_norm_(amp.master_params(optimizer), 1.0);
-///     amp.step(optimizer);                                           // for optimizer.step()
+///     amp.step(optimizer);
 ///   }
 /// \endcode
 ///
-/// Nothing is patched, since libtorch's modules have no hooks. A direct `model->forward` is neither
-/// cast nor under autocast, and a direct `optimizer.step()` ignores scale and masters.
+/// Patches nothing, since libtorch's modules have no hooks: a direct `model->forward` is neither
+/// cast nor run under autocast, and a direct `optimizer.step()` ignores scale and masters.
 ///
-/// Calls refer to an optimizer by the object that was given to `initialize`. That object must
-/// outlive this one and stay at its address. Param groups may be added to it later.
+/// Calls identify an optimizer by the object passed to `initialize`, which must outlive this object
+/// and stay at its address. Param groups may be added to it later.
 ///
-/// There is no `update`: a loss's scale moves when its `scale_loss` ends, as in Apex, or when the
-/// scale of delayed passes is taken off. One thread at a time, except that several threads may call
-/// models.
+/// There is no `update`: a loss scale is updated when `backward` or `scale_loss` returns, as in
+/// Apex, or when gradients of delayed passes are unscaled. Not thread-safe, except `forward`.
 class Amp {
  public:
   /// Apex's form: {"loss_scaler0": {"loss_scale": ..., "unskipped": ...}, ...}. Each entry also has
   /// all keys of `GradScaler::state_dict`.
   using StateDict = std::map<std::string, GradScaler::StateDict>;
 
-  /// Prepares models and optimizers for a level. Called by `initialize`, which documents it.
+  /// Prepares models and optimizers. Called by `initialize`, which documents it.
   Amp(ModelRefs models, const OptimizerRefs& optimizers, const OptLevel& level,
       const InitializeOptions& options);
 
-  /// Calls `model->forward(args...)`, with its own signature and default arguments. `model` is a
-  /// model that was given to `initialize`, or a module inside one.
+  /// Returns `model->forward(args...)`, cast or under autocast. Keeps default arguments.
   ///
-  /// At O0, O2 and O3, floating tensors in `args` are cast to `level().cast_model_type()`, and
-  /// those in the result to `cast_model_outputs()`, in nested containers and structs with
-  /// `tensors()` too (see MixedPrecisionPolicy). At O1 the call runs under autocast on the model's
-  /// devices. Other arguments and results pass unchanged, structs without `tensors()` among them.
+  /// At O0, O2 and O3 casts floating-point tensors in `args` to `level().cast_model_type()`, and
+  /// those in the result to `cast_model_outputs()`, also in nested containers and structs with
+  /// `tensors()`. At O1 runs under autocast on the model's devices. Passes other arguments and
+  /// results unchanged.
+  /// \param model  a model passed to `initialize`, or a module inside one
   /// \throws c10::Error for any other model
   template <class Model, class... Args>
   decltype(auto) forward(Model&& model, Args&&... args) const;
 
-  /// Scales `loss` in float32, runs `scaled.backward()`, and unscales the gradients of `optimizers`
-  /// (one, or several in braces). The gradients can then be clipped: see `master_params`. No host
-  /// sync.
+  /// Scales `loss` in float32, runs backward, and unscales the gradients of `optimizers` (one, or
+  /// several in braces), which can then be clipped: see `master_params`. No host sync. Accelerate's
+  /// `accelerator.backward`.
   ///
-  /// Several calls before a step add their gradients up; each call sets the true gradients aside
-  /// while it runs. Gradients from before the first call are taken for scaled ones: clear them. A
-  /// loss that overflows lowers its own scale at once, writes the line about a skip, and leaves an
-  /// inf or NaN in the gradients of all `optimizers`, so that they skip their next step.
+  /// Several calls before a step accumulate gradients; each call stashes unscaled gradients while
+  /// it runs. Gradients from before the first call must be cleared: they would count as scaled. A
+  /// loss that overflows lowers its own scale at once, prints the line of a skip, and leaves an inf
+  /// or NaN in the gradients of all `optimizers`, which then skip their next step.
   ///
   /// Rethrows what backward throws. Gradients that were unscaled before the call are then restored,
-  /// and the next call adds to them. Other gradients are as backward left them: clear them with
-  /// `zero_grad(optimizer)` before you continue.
-  /// \throws c10::Error for a loss_id out of range, an undefined loss, an optimizer that was not
-  ///   given to `initialize`, a parameter that two optimizers hold, or within the backward pass of
-  ///   another call
+  /// and the next call adds to them. Other gradients stay as backward left them: call
+  /// `zero_grad(optimizer)`.
+  /// \throws c10::Error for a loss_id out of range, an undefined loss, an optimizer not passed to
+  ///   `initialize`, a parameter in two optimizers, or during the backward pass of another call
   void backward(const at::Tensor& loss, const OptimizerRefs& optimizers,
                 const ScaleLossOptions& options = {});
+  /// Options are in braces.
+  void backward(auto&&, const OptimizerRefs&, detail::BareNumber auto) = delete;  // {.loss_id = 1}
 
-  /// Runs a backward pass of your own, which is called once with the scaled loss: the body of
-  /// Apex's `with amp.scale_loss(loss, optimizer) as scaled`. Work on unscaled gradients after the
-  /// call, not in `backward`.
+  /// Calls `backward(scaled_loss)` once instead of `scaled_loss.backward()`: the body of Apex's
+  /// `with amp.scale_loss(loss, optimizer) as scaled`. Use unscaled gradients after this call, not
+  /// in the callback.
   ///
   ///     amp.scale_loss(loss, {first, second}, {.loss_id = 1},
   ///                    [&](const torch::Tensor& scaled) { scaled.backward({}, true); });
   template <std::invocable<const at::Tensor&> Backward>
   void scale_loss(const at::Tensor& loss, const OptimizerRefs& optimizers,
                   const ScaleLossOptions& options, Backward&& backward);
-  /// Runs a backward pass of your own with default options: loss_id 0.
+  /// Calls scale_loss with default options.
   template <std::invocable<const at::Tensor&> Backward>
   void scale_loss(const at::Tensor& loss, const OptimizerRefs& optimizers, Backward&& backward) {
     scale_loss(loss, optimizers, ScaleLossOptions{}, std::forward<Backward>(backward));
   }
+  /// Needs a callback: without one call `backward`.
+  void scale_loss(auto&&, const OptimizerRefs&) = delete;  // amp.backward(loss, optimizer)
 
-  /// Steps, or skips the step if a gradient is inf or NaN; see `GradScaler::step(optimizer,
-  /// options)`. Unscales gradients that are still scaled. The result's scale is 1. Rethrows
-  /// what the optimizer's own step throws; then call this again, or give the batch up with
-  /// `zero_grad`.
+  /// Steps, or skips the step if a gradient is inf or NaN: see `GradScaler::step`. Unscales
+  /// gradients that are still scaled. The result's scale is 1. Rethrows what the optimizer's step
+  /// throws; then call this again, or discard the batch with `zero_grad`.
   /// \throws c10::Error unless a loss was scaled for the optimizer since its last step
   StepResult step(torch::optim::Optimizer& optimizer, const StepOptions& options = {});
 
-  /// Gives a batch up: forgets the losses that were scaled for `optimizer` since its last step, and
-  /// clears its gradients. `optimizer.zero_grad()` and the model's do the same.
+  /// Discards a batch: clears the gradients of `optimizer` and the losses scaled for it since its
+  /// last step. `optimizer.zero_grad()` and the model's have the same effect.
   void zero_grad(torch::optim::Optimizer& optimizer, bool set_to_none = true);
 
-  /// Returns the tensors to clip or inspect after `scale_loss`: for each parameter of `optimizer`,
-  /// in order, its float32 master if it has one, otherwise the parameter. See mezzo::master_params.
+  /// Returns the tensors to clip after `backward`: for each parameter of `optimizer`, in order, its
+  /// float32 master if it has one, else the parameter. See mezzo::master_params.
   std::vector<at::Tensor> master_params(torch::optim::Optimizer& optimizer);
 
   /// Returns the object that steps an optimizer: a MasterWeights around it if the level needs
-  /// float32 masters that the optimizer does not keep itself, otherwise the optimizer. Save and
-  /// load this object: `torch::save(amp.wrapped_optimizer(sgd), path)`.
+  /// float32 masters and the optimizer keeps none, else the optimizer. Save and load this object:
+  /// `torch::save(amp.wrapped_optimizer(sgd), path)`.
   OptimizerRef& wrapped_optimizer(torch::optim::Optimizer& optimizer);
 
-  /// Returns the level that `initialize` was given.
+  /// Returns the level passed to `initialize`.
   const OptLevel& level() const noexcept { return level_; }
   /// Returns whether anything is cast or scaled.
   bool is_enabled() const noexcept { return enabled_; }
-  /// Returns how many losses have a scale of their own.
+  /// Returns the number of loss scales.
   int64_t num_losses() const noexcept { return static_cast<int64_t>(loss_scalers_.size()); }
 
   /// Returns the scaler of a loss, for `get_scale()`, `scale(outputs)` (a gradient penalty) and
-  /// `on_skip(callback)`. Do not make its other calls; Amp does. \throws c10::Error if loss_id is
-  /// out of range
+  /// `on_skip(callback)`. Amp makes its other calls. \throws c10::Error if loss_id is out of range
   GradScaler& scaler(int64_t loss_id = 0) { return find_loss_scaler(loss_id).scaler; }
 
-  /// Returns the state of the scalers. A run resumes from it together with the states of the models
-  /// and of `wrapped_optimizer(...)`. Call it between a step and the next `scale_loss`. Waits for
-  /// the device.
-  /// \throws c10::Error while gradients are scaled or a step is outstanding
+  /// Returns the state of the scalers. Resuming also needs the states of the models and of
+  /// `wrapped_optimizer(...)`. Call it between a step and the next `backward`. Synchronizes with
+  /// the host.
+  /// \throws c10::Error while gradients are scaled or a step is pending
   StateDict state_dict() const;
 
-  /// Loads a state by `state_dict` or by Apex, all or nothing. Keys other than loss_scale and
-  /// unskipped may be missing; their values then stay. \throws c10::Error unless the entries are
-  ///   loss_scaler0 to num_losses - 1, and for values that GradScaler refuses
+  /// Loads a state by `state_dict` or by Apex. Keys other than loss_scale and unskipped may be
+  /// missing; their values are then unchanged. Strong exception guarantee.
+  /// \throws c10::Error unless the entries are loss_scaler0 to num_losses - 1, and for values that
+  ///   GradScaler throws for
   void load_state_dict(const StateDict& state);
-  /// Throws what `load_state_dict` would throw, and changes nothing.
+  /// Throws what `load_state_dict` would throw, without changing anything.
   void check_state_dict(const StateDict& state) const;
 
  private:
-  /// A loss scale.
   struct LossScaler {
     GradScaler scaler;
-    bool is_unscaled = false;  ///< since the scale moved last
+    bool is_unscaled = false;  ///< since the last update of the scale
   };
-  /// An optimizer that was given, the object that steps it, and its state between two steps.
+  /// An optimizer, the object that steps it, and its state between two steps.
   struct ManagedOptimizer {
     torch::optim::Optimizer* optimizer;
     std::unique_ptr<MasterWeights> masters;
     OptimizerRef wrapped;
     bool has_pending_step = false;      ///< a loss was scaled for it since its last step
-    LossScaler* loss_scaler = nullptr;  ///< the loss whose scale the gradients carry
+    LossScaler* loss_scaler = nullptr;  ///< whose scale its gradients have; null if unscaled
   };
-  /// A backward pass between `prepare_backward` and `post_backward`. If it throws, the destructor restores the
-  /// true gradients.
+  /// A backward pass between `prepare_backward` and `post_backward`. If it throws, the destructors
+  /// of the stashes restore unscaled gradients.
   struct BackwardPass {
-    LossScaler* loss;
-    at::Tensor scaled{};  ///< the loss to run backward from
+    LossScaler* loss_scaler;
+    at::Tensor scaled_loss{};
     std::vector<ManagedOptimizer*> optimizers{};
-    std::vector<std::unique_ptr<detail::GradientStash>>
-        aside{};  ///< an optimizer; null if it had none
+    /// By optimizer; null without unscaled gradients.
+    std::vector<std::unique_ptr<detail::GradientStash>> stashes{};
   };
 
   /// The autocast regions on a model's devices.
   using ForwardRegions =
       std::array<std::optional<detail::AutocastRegion>, detail::kAutocastDevices.size()>;
 
-  /// Enters the `regions` of the model that a module is, or is inside of.
-  void enter_autocast_regions(const torch::nn::Module& wanted, ForwardRegions& regions) const;
+  void enter_autocast_regions(const torch::nn::Module& module, ForwardRegions& regions) const;
   ManagedOptimizer& find_optimizer(const torch::optim::Optimizer& optimizer);
   LossScaler& find_loss_scaler(int64_t loss_id);
-  BackwardPass prepare_backward(const at::Tensor& value, const OptimizerRefs& optimizers,
+  BackwardPass prepare_backward(const at::Tensor& loss, const OptimizerRefs& optimizers,
                                 const ScaleLossOptions& options);
-  void post_backward(const BackwardPass& pass, bool delays);
-  void unscale_gradients(LossScaler& loss);
-  static void update_scale(LossScaler& loss);
+  void post_backward(const BackwardPass& pass, bool delay_unscale);
+  void unscale_gradients(LossScaler& loss_scaler);
+  static void update_scale(LossScaler& loss_scaler);
   StepResult step_if_finite(OptimizerRef optimizer, const StepOptions& options);
   void check_no_shared_parameters() const;
   void check_not_in_backward(const char* call) const;
@@ -234,34 +233,36 @@ class Amp {
   std::vector<detail::AmpModel> models_;
   std::vector<ManagedOptimizer> optimizers_;
   std::vector<LossScaler> loss_scalers_;
+  /// Checks and steps with unscaled gradients: its scale is 1.
   GradScaler unit_scaler_{{.mode = LossScaleMode::none, .allow_fp16_gradients = true}};
   bool has_unit_scale_ = false;
   bool is_in_backward_ = false;
 };
 
-/// Prepares models and optimizers for training at `level`, prints the level in Apex's words, and
-/// returns the Amp that the loop calls.
+/// Prepares models and optimizers for training at `level`, prints the level as Apex does, and
+/// returns the Amp that runs the training step.
 ///
+///     auto amp = mezzo::initialize(model, optimizer, "O1");
 ///     auto amp = mezzo::initialize(model, optimizer, mezzo::OptLevel::O2({.loss_scale = 128.0}));
-///     auto amp = mezzo::initialize({generator, critic}, {for_generator, for_critic},
+///     auto amp = mezzo::initialize({generator, critic}, {optimizer_g, optimizer_d},
 ///                                  mezzo::OptLevel::O1(), {.num_losses = 3});
 ///
 /// A model is a module holder, a shared_ptr to a module, or a module itself (`Net model;`), which
 /// must outlive the returned Amp and stay at its address. Pass several models in braces or as a
 /// range, and likewise optimizers (any of torch::optim and mezzo::optim; a range holds pointers).
 ///
-/// At O2 and O3 floating parameters and buffers are cast to `cast_model_type` in place, so
-/// optimizers still hold them. With keep_batchnorm_fp32, batch norms stay float32, running
-/// statistics too, and accept low-precision input: BatchNorm1d to 3d, and every module, in
-/// TorchScript too, that has a buffer "running_var" of its own. Integer buffers are not cast. At O2
-/// parameters get float32 masters: mezzo's optimizers keep them (`WeightStorage::fp32_master` in
-/// groups that store weights `plain`), and any other optimizer is stepped through a MasterWeights.
-/// Pass models in float32, on their device, and optimizers before their first step; load a
-/// checkpoint afterwards.
-/// \throws c10::Error, before anything is changed, for a model not in float32, or on a device other
-///   than CPU and CUDA, a model or optimizer given twice, an optimizer without a parameter of the
-///   models, an optimizer that has already stepped if the model is to be cast, num_losses below 1,
-///   and a policy with a level without op lists
+/// At O2 and O3 casts floating-point parameters and buffers to `cast_model_type` in place, so that
+/// optimizers still hold them. With keep_batchnorm_fp32, batch norms stay float32, with their
+/// running statistics, and accept low-precision input: BatchNorm1d to 3d, and every module, also in
+/// TorchScript, with a buffer "running_var". Integer buffers are not cast. At O2 parameters get
+/// float32 masters: in mezzo's optimizers (`WeightStorage::fp32_master` in groups that store
+/// weights `plain`), and by a MasterWeights around any other. Pass models in float32, on their
+/// device, and optimizers before their first step; load a checkpoint afterwards. Strong exception
+/// guarantee.
+/// \throws c10::Error for a model that is not float32 or not on the CPU, CUDA or MPS, a model or
+///   optimizer passed twice, an optimizer without a parameter of the models, an optimizer that has
+///   already stepped if the model is cast, num_losses below 1, and op overrides for a level without
+///   autocast
 inline Amp initialize(ModelRefs models, const OptimizerRefs& optimizers,
                       const OptLevel& level = OptLevel::O1(),
                       const InitializeOptions& options = {}) {
@@ -274,7 +275,10 @@ inline Amp initialize(ModelRefs models, const OptLevel& level,
   return {std::move(models), {}, level, options};
 }
 
-/// Rejects other argument types with a readable compiler error.
+/// Options are in braces.
+void initialize(auto&&, auto&&, auto&&, detail::BareNumber auto) = delete;  // {.num_losses = 2}
+
+/// Reports other argument types with a readable compiler error.
 template <class Models, class Optimizers>
 requires(!std::convertible_to<Models, ModelRefs> ||
          !(std::convertible_to<Optimizers, OptimizerRefs> ||
@@ -282,13 +286,13 @@ requires(!std::convertible_to<Models, ModelRefs> ||
     initialize(Models&&, Optimizers&&, const OptLevel& = OptLevel::O1(),
                const InitializeOptions& = {}) {
   static_assert(std::convertible_to<Models, ModelRefs>,
-                "mezzo::initialize: the first argument is no model; give a module that is not "
+                "mezzo::initialize: the first argument is not a model; pass a module that is not "
                 "const, a module holder (TORCH_MODULE), a shared_ptr to a module, or "
                 "several in braces");
   static_assert(!std::convertible_to<Models, ModelRefs>,
-                "mezzo::initialize: the second argument is no optimizer and no level; give an "
-                "optimizer by reference (`*pointer`), several in braces, or a mezzo::OptLevel");
-  std::terminate();  // for the compiler; nothing of this is ever compiled
+                "mezzo::initialize: the second argument is not an optimizer or a level; pass an "
+                "optimizer by reference (`*pointer`), several in braces, or a level, \"O1\"");
+  std::terminate();  // never instantiated
 }
 
 /// Saves `state_dict` to an archive: `torch::save(amp, path)`.
@@ -327,7 +331,7 @@ inline torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive
   return archive;
 }
 
-/// Throws what loading the archive would throw, and changes nothing.
+/// Throws what loading the archive would throw, without changing anything.
 inline void check_archive(torch::serialize::InputArchive& archive, const Amp& amp) {
   amp.check_state_dict(detail::read_amp_state(archive));
 }

@@ -1,7 +1,6 @@
 /// \file
-/// Apex's optimization levels O0 to O3 as values. A level holds the dtype that the model is cast
-/// to, whether ops are cast one by one, what stays float32, and the loss scale. It changes nothing
-/// by itself.
+/// Apex's optimization levels O0 to O3 as values: the dtype that the model is cast to, whether it
+/// runs under autocast, what stays float32, and the loss scale.
 #pragma once
 
 #include <mezzo/base/detail/dtype_names.h>
@@ -25,98 +24,104 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
-/// A loss scale, given as 128.0, "128.0", "dynamic" or a GradScalerOptions.
+/// A loss scale: 128.0, "128.0", "dynamic" or GradScalerOptions.
 class LossScaleArg {
  public:
-  /// Takes a rule as it is. \throws c10::Error as GradScalerOptions::validated does
-  LossScaleArg(const GradScalerOptions& rule) : rule_(rule.validated()) {}
+  /// Takes options unchanged. \throws c10::Error as GradScalerOptions::validated does
+  LossScaleArg(const GradScalerOptions& options) : options_(options.validated()) {}
 
   /// Makes a constant scale.
   /// \throws c10::Error unless it is positive and finite as a float
-  LossScaleArg(double scale) : rule_(GradScalerOptions::fixed(scale)) {}
+  LossScaleArg(double scale) : options_(GradScalerOptions::fixed(scale)) {}
 
-  /// Parses a number, or "dynamic": Apex's rule, which starts at 2^16, doubles after 2000 clean
-  /// steps up to 2^24, and halves after an overflow. For other bounds use
+  /// Parses a number, or "dynamic": as in Apex, starts at 2^16, doubles after 2000 consecutive
+  /// steps without inf/NaN up to 2^24, and halves after an overflow. For other bounds use
   /// `GradScalerOptions::dynamic({...})`.
   /// \throws c10::Error for any other text
   template <std::convertible_to<std::string_view> Text>
-  LossScaleArg(const Text& text) : rule_(parse(text)) {}
+  LossScaleArg(const Text& text) : options_(parse(text)) {}
 
-  /// Returns the rule of the loss scale.
-  const GradScalerOptions& rule() const noexcept { return rule_; }
+  /// Returns the options of the loss scale.
+  const GradScalerOptions& options() const noexcept { return options_; }
 
  private:
   static GradScalerOptions parse(std::string_view text);
 
-  GradScalerOptions rule_;
+  GradScalerOptions options_;
 };
 
 /// Overrides of a level's properties, by Apex's names. Unset members keep the level's value.
 struct OptLevelOverrides {
-  /// The dtype that the model's weights and inputs are cast to: float32, half or bfloat16.
+  /// Dtype that the model's weights and inputs are cast to: float32, float16 or bfloat16.
   std::optional<at::ScalarType> cast_model_type = std::nullopt;
-  /// Whether ops are cast one by one, by the op lists. Nothing is patched; autocast does it.
+  /// Whether the forward pass runs under autocast. Nothing is patched.
   std::optional<bool> patch_torch_functions = std::nullopt;
   /// Whether batch norms stay float32 in a model that is cast.
   std::optional<bool> keep_batchnorm_fp32 = std::nullopt;
   /// Whether the optimizer keeps float32 copies of low-precision weights.
   std::optional<bool> master_weights = std::nullopt;
-  /// The loss scale: 128.0, "dynamic" or a GradScalerOptions. Allowed at every level.
+  /// Loss scale: 128.0, "dynamic" or GradScalerOptions. Allowed at every level.
   std::optional<LossScaleArg> loss_scale = std::nullopt;
-  /// The dtype that the model's outputs are cast to. Unset: float32 if the model is cast.
+  /// Dtype that the model's outputs are cast to. Unset: float32 if the model is cast.
   std::optional<at::ScalarType> cast_model_outputs = std::nullopt;
 };
 
-/// An optimization level with its overrides, an immutable value:
+/// An optimization level with its overrides, an immutable value. Text converts to a level:
 ///
+///     auto amp = mezzo::initialize(model, optimizer, "O1");
 ///     auto level = mezzo::OptLevel::O2({.keep_batchnorm_fp32 = false, .loss_scale = 128.0});
 ///     auto level = mezzo::OptLevel::parse(flags.opt_level, {.loss_scale = flags.loss_scale});
 ///
-/// |                       | O0      | O1      | O2      | O3   |
-/// |-----------------------|---------|---------|---------|------|
-/// | cast_model_type       | float32 |         | half    | half |
-/// | patch_torch_functions | no      | yes     | no      | no   |
-/// | keep_batchnorm_fp32   |         |         | yes     | no   |
-/// | master_weights        | no      |         | yes     | no   |
-/// | loss_scale            | 1       | dynamic | dynamic | 1    |
+/// |                       | O0      | O1      | O2      | O3      |
+/// |-----------------------|---------|---------|---------|---------|
+/// | cast_model_type       | float32 |         | float16 | float16 |
+/// | patch_torch_functions | no      | yes     | no      | no      |
+/// | keep_batchnorm_fp32   |         |         | yes     | no      |
+/// | master_weights        | no      |         | yes     | no      |
+/// | loss_scale            | 1       | dynamic | dynamic | 1       |
 ///
 /// O1_bf16, O2_bf16 and O3_bf16 are O1 to O3 in bfloat16, with loss scale 1, since bfloat16 has
 /// float32's range.
 ///
-/// A contradiction throws c10::Error, which names both sides and what to do:
-/// - O1 with cast_model_type other than float32, keep_batchnorm_fp32 or master_weights. O1 leaves
-///   weights in float32, and its op lists run batch norms in float32. As in Apex.
+/// Throws c10::Error for contradictory overrides:
+/// - O1 with cast_model_type other than float32, keep_batchnorm_fp32 or master_weights: its weights
+///   stay float32, and the op lists run batch norms in float32. As in Apex.
 /// - patch_torch_functions = true with any level but O1. As in Apex.
-/// - O0 with a low-precision cast_model_type, a bf16 level with half, and master_weights
-///   for a model in float32. Apex accepts these silently.
-/// A dynamic loss scale for a model without half is accepted, as in Apex.
+/// - O0 with a low-precision cast_model_type, a bf16 level with float16, and master_weights for a
+///   float32 model. Apex accepts these silently.
+///
+/// A dynamic loss scale for a model without float16 is accepted, as in Apex.
 class OptLevel {
  public:
+  /// Converts text, as `parse` does, so that functions take "O1" for a level.
+  template <std::convertible_to<std::string_view> Text>
+  OptLevel(const Text& name) : OptLevel(find_properties(name), {}) {}
+
+  /// Returns the level named "O0" to "O3" (the letter O) or "O1_bf16" to "O3_bf16".
+  /// \throws c10::Error that lists the names, for any other
+  static OptLevel parse(std::string_view name, const OptLevelOverrides& overrides = {}) {
+    return {find_properties(name), overrides};
+  }
+
   /// float32; changes nothing.
   static OptLevel O0(const OptLevelOverrides& overrides = {}) { return parse("O0", overrides); }
-  /// Autocast to half, with a dynamic loss scale.
+  /// Autocast to float16, with a dynamic loss scale.
   static OptLevel O1(const OptLevelOverrides& overrides = {}) { return parse("O1", overrides); }
-  /// Weights of half with float32 masters, batch norms in float32, and a dynamic loss scale.
+  /// float16 weights with float32 masters, float32 batch norms, and a dynamic loss scale.
   static OptLevel O2(const OptLevelOverrides& overrides = {}) { return parse("O2", overrides); }
-  /// Weights of half, without masters and without a loss scale.
+  /// float16 weights, without masters and without a loss scale.
   static OptLevel O3(const OptLevelOverrides& overrides = {}) { return parse("O3", overrides); }
   /// Autocast to bfloat16, without a loss scale.
   static OptLevel O1_bf16(const OptLevelOverrides& overrides = {}) {
     return parse("O1_bf16", overrides);
   }
-  /// Weights of bfloat16 with float32 masters, and batch norms in float32.
+  /// bfloat16 weights with float32 masters, and float32 batch norms.
   static OptLevel O2_bf16(const OptLevelOverrides& overrides = {}) {
     return parse("O2_bf16", overrides);
   }
-  /// Weights of bfloat16, without masters.
+  /// bfloat16 weights, without masters.
   static OptLevel O3_bf16(const OptLevelOverrides& overrides = {}) {
     return parse("O3_bf16", overrides);
-  }
-
-  /// Returns the level of this name: "O0" to "O3" (the letter O), "O1_bf16" to "O3_bf16".
-  /// \throws c10::Error for any other name, in Apex's words
-  static OptLevel parse(std::string_view name, const OptLevelOverrides& overrides = {}) {
-    return {find_properties(name), overrides};
   }
 
   /// Returns the name, such as "O1".
@@ -131,7 +136,7 @@ class OptLevel {
     if (properties_.cast_model_outputs) return properties_.cast_model_outputs;
     return cast_model_type() ? std::optional(at::ScalarType::Float) : std::nullopt;
   }
-  /// Whether the forward pass runs under autocast, in the dtype `precision().compute_dtype`.
+  /// Returns whether the forward pass runs under autocast, in `precision().compute_dtype`.
   bool uses_autocast() const noexcept { return properties_.uses_autocast; }
   /// Returns whether batch norms stay in float32.
   bool keep_batchnorm_fp32() const noexcept {
@@ -142,8 +147,8 @@ class OptLevel {
   /// Returns the loss scale; GradScalerOptions::none() for 1.
   const GradScalerOptions& loss_scale() const noexcept { return loss_scale_; }
 
-  /// Returns the dtypes of the level. `param` is the dtype of the weights in the optimizer: float32
-  /// with master weights. `output` equals `compute` if outputs are not cast.
+  /// Returns the dtypes of the level. `param_dtype` is that of the weights in the optimizer:
+  /// float32 with master weights. `output_dtype` equals `compute_dtype` if outputs are not cast.
   MixedPrecisionPolicy precision() const;
 
   /// Returns the text that Apex prints, from "Selected optimization level O1:" to the options after
@@ -151,11 +156,11 @@ class OptLevel {
   std::string describe() const;
 
  private:
-  /// A row of the table of levels, or what overrides make of it.
+  /// A column of the table of levels, or the result of overrides.
   struct Properties {
     std::string_view name;
     std::string_view description;
-    at::ScalarType low_precision;  ///< what it lowers to; float32 where it does not
+    at::ScalarType low_precision;  ///< float32 for O0
     std::optional<at::ScalarType> cast_model_type;
     bool uses_autocast;
     std::optional<bool> keep_batchnorm_fp32;
@@ -189,29 +194,30 @@ inline const OptLevel::Properties& OptLevel::find_properties(std::string_view na
   constexpr auto kBFloat16 = at::ScalarType::BFloat16;
   constexpr std::nullopt_t kNone = std::nullopt;
   static constexpr std::array<Properties, 7> kLevels = {
-      {{"O0", "float32 throughout.", kFloat, kFloat, false, kNone, false, false},
-       {"O1", "each op in half or float32, as the op lists say; weights stay float32.", kHalf,
-        kNone, true, kNone, kNone, true},
-       {"O2", "a half model with float32 batch norms and float32 master weights.", kHalf, kHalf,
-        false, true, true, true},
-       {"O3", "half throughout.", kHalf, kHalf, false, false, false, false},
-       {"O1_bf16", "each op in bfloat16 or float32, as the op lists say; weights stay float32.",
+      {{"O0", "Pure FP32 training.", kFloat, kFloat, false, kNone, false, false},
+       {"O1", "Insert automatic casts around Pytorch functions and Tensor methods.", kHalf, kNone,
+        true, kNone, kNone, true},
+       {"O2", "FP16 training with FP32 batchnorm and FP32 master weights.", kHalf, kHalf, false,
+        true, true, true},
+       {"O3", "Pure FP16 training.", kHalf, kHalf, false, false, false, false},
+       {"O1_bf16", "Insert automatic casts to BF16 around Pytorch functions and Tensor methods.",
         kBFloat16, kNone, true, kNone, kNone, false},
-       {"O2_bf16", "a bfloat16 model with float32 batch norms and float32 master weights.",
-        kBFloat16, kBFloat16, false, true, true, false},
-       {"O3_bf16", "bfloat16 throughout.", kBFloat16, kBFloat16, false, false, false, false}}};
+       {"O2_bf16", "BF16 training with FP32 batchnorm and FP32 master weights.", kBFloat16,
+        kBFloat16, false, true, true, false},
+       {"O3_bf16", "Pure BF16 training.", kBFloat16, kBFloat16, false, false, false, false}}};
   for (const Properties& level : kLevels) {
     if (level.name == name) return level;
   }
-  TORCH_CHECK(false, "Unexpected optimization level ", name,
-              ". Options are 'O0', 'O1', 'O2', 'O3'. Here also 'O1_bf16', 'O2_bf16' and "
-              "'O3_bf16'; O is the letter, not the number zero.");
+  TORCH_CHECK(
+      false, "Unexpected optimization level ", name,
+      ". Options are 'O0', 'O1', 'O2', 'O3'. Note that in `O0`, `O1`, etc., the prefix O is "
+      "the letter O, not the number zero. mezzo adds 'O1_bf16', 'O2_bf16' and 'O3_bf16'.");
 }
 
 inline OptLevel::OptLevel(const Properties& level, const OptLevelOverrides& overrides)
     : properties_(level),
-      loss_scale_(overrides.loss_scale  ? overrides.loss_scale->rule()
-                  : level.dynamic_scale ? LossScaleArg("dynamic").rule()
+      loss_scale_(overrides.loss_scale  ? overrides.loss_scale->options()
+                  : level.dynamic_scale ? LossScaleArg("dynamic").options()
                                         : GradScalerOptions::none()) {
   check_overrides(level, overrides);
   if (overrides.cast_model_type) properties_.cast_model_type = overrides.cast_model_type;
@@ -221,12 +227,13 @@ inline OptLevel::OptLevel(const Properties& level, const OptLevelOverrides& over
     properties_.keep_batchnorm_fp32 = overrides.keep_batchnorm_fp32;
   if (overrides.master_weights) properties_.master_weights = overrides.master_weights;
   const at::ScalarType model = cast_model_type().value_or(at::ScalarType::Float);
-  TORCH_CHECK(!master_weights() || model != at::ScalarType::Float, "OptLevel ", name(),
-              ": master_weights = true contradicts cast_model_type = float32: masters are float32 "
-              "copies of half or bfloat16 weights; give master_weights = false, or cast the model");
+  TORCH_CHECK(
+      !master_weights() || model != at::ScalarType::Float, "OptLevel ", name(),
+      ": master_weights = true contradicts cast_model_type = float32: masters are float32 "
+      "copies of float16 or bfloat16 weights; set master_weights = false, or cast the model");
 }
 
-/// Refuses dtypes that nobody trains in, and overrides that contradict the level.
+/// Throws for dtypes that cannot be trained, and for overrides that contradict the level.
 inline void OptLevel::check_overrides(const Properties& level, const OptLevelOverrides& overrides) {
   const at::ScalarType type = overrides.cast_model_type.value_or(at::ScalarType::Float);
   TORCH_CHECK(detail::is_training_dtype(type) && type != at::ScalarType::Double, "OptLevel ",
@@ -236,46 +243,47 @@ inline void OptLevel::check_overrides(const Properties& level, const OptLevelOve
   TORCH_CHECK(detail::is_training_dtype(outputs), "OptLevel ", level.name,
               ": cast_model_outputs is ", detail::dtype_name(outputs),
               "; it should be float32, bfloat16, float16 or float64");
-  const std::string contradicts = c10::str(" contradicts opt_level = ", level.name);
-  const auto refuse = [&](const std::string& option, const char* advice) {
-    TORCH_CHECK(false, "OptLevel ", level.name, ": ", option, contradicts, advice);
+  const auto throw_contradiction = [&](const std::string& option, const char* remedy) {
+    TORCH_CHECK(false, "OptLevel ", level.name, ": ", option,
+                " contradicts opt_level = ", level.name, remedy);
   };
-  const auto words = [](bool value) { return value ? "true" : "false"; };
-  const bool by_op = level.uses_autocast;
-  if (overrides.patch_torch_functions.value_or(false) && !by_op) {
-    refuse("patch_torch_functions = true",
-           ": only O1 and O1_bf16 cast op by op; choose one of them, or leave the option out");
+  const auto as_text = [](bool value) { return value ? "true" : "false"; };
+  if (overrides.patch_torch_functions.value_or(false) && !level.uses_autocast) {
+    throw_contradiction(
+        "patch_torch_functions = true",
+        ": only O1 and O1_bf16 run under autocast; choose one of them, or leave the option out");
   }
-  if (by_op && overrides.keep_batchnorm_fp32) {
-    refuse(c10::str("keep_batchnorm_fp32 = ", words(*overrides.keep_batchnorm_fp32)),
-           ", whose op lists say what batch norms run in; leave the option out, or give the region "
-           "an OpOverrides");
+  if (level.uses_autocast && overrides.keep_batchnorm_fp32) {
+    throw_contradiction(
+        c10::str("keep_batchnorm_fp32 = ", as_text(*overrides.keep_batchnorm_fp32)),
+        ", whose op lists choose the dtype of batch norms; leave the option out, or pass "
+        "OpOverrides");
   }
-  if (by_op && overrides.master_weights) {
-    refuse(c10::str("master_weights = ", words(*overrides.master_weights)),
-           ", whose weights are float32 themselves; leave the option out, or choose O2");
+  if (level.uses_autocast && overrides.master_weights) {
+    throw_contradiction(c10::str("master_weights = ", as_text(*overrides.master_weights)),
+                        ", whose weights are float32; leave the option out, or choose O2");
   }
   if (type == at::ScalarType::Float) return;
   const std::string option = c10::str("cast_model_type = ", detail::dtype_name(type));
-  if (by_op) {
-    refuse(option,
-           ", which casts inputs of ops and leaves weights float32; choose O2 or O3 to "
-           "cast the model, or leave the option out");
+  if (level.uses_autocast) {
+    throw_contradiction(option,
+                        ", which casts inputs of ops and keeps weights float32; choose O2 or O3 to "
+                        "cast the model, or leave the option out");
   }
   if (level.low_precision == at::ScalarType::Float) {
-    refuse(option, ", which is float32 throughout; choose O2 or O3");
+    throw_contradiction(option, ", which is float32 throughout; choose O2 or O3");
   }
   if (level.low_precision == at::ScalarType::BFloat16 && type == at::ScalarType::Half) {
-    refuse(option, ", which is bfloat16 without a loss scale; choose O2 or O3");
+    throw_contradiction(option, ", which is bfloat16 without a loss scale; choose O2 or O3");
   }
 }
 
 inline MixedPrecisionPolicy OptLevel::precision() const {
   const at::ScalarType model = cast_model_type().value_or(at::ScalarType::Float);
-  const at::ScalarType compute = uses_autocast() ? properties_.low_precision : model;
+  const at::ScalarType compute_dtype = uses_autocast() ? properties_.low_precision : model;
   return {.param_dtype = master_weights() ? at::ScalarType::Float : model,
-          .compute_dtype = compute,
-          .output_dtype = cast_model_outputs().value_or(compute)};
+          .compute_dtype = compute_dtype,
+          .output_dtype = cast_model_outputs().value_or(compute_dtype)};
 }
 
 inline std::string OptLevel::describe() const {
@@ -314,7 +322,7 @@ inline std::string OptLevel::list_properties() const {
   return text;
 }
 
-/// Writes `describe()`.
+/// Prints `describe()`.
 inline std::ostream& operator<<(std::ostream& stream, const OptLevel& level) {
   return stream << level.describe();
 }

@@ -25,7 +25,7 @@ using activation_checkpoint_test::BitwiseEqual;
 using activation_checkpoint_test::loss_and_gradients;
 using torch::Tensor;
 
-class CheckpointArguments : public testing::Test {
+class ActivationCheckpointArguments : public testing::Test {
  protected:
   // Backward works, and the gradient of the sum of `y` for x is `factor` everywhere.
   void expect_gradient(const Tensor& y, double factor) {
@@ -38,7 +38,7 @@ class CheckpointArguments : public testing::Test {
   Tensor x_ = torch::ones({3}).requires_grad_();
 };
 
-TEST_F(CheckpointArguments, OfAnyTypeAreHandedOnTwice) {
+TEST_F(ActivationCheckpointArguments, PassesAnyTypeTwice) {
   const auto y = mezzo::activation_checkpoint(
       [](const Tensor& x, int i, const std::string& text, const std::unique_ptr<int>& owned,
          const std::map<std::string, std::vector<Tensor>>& tensors, std::optional<double> none) {
@@ -50,20 +50,20 @@ TEST_F(CheckpointArguments, OfAnyTypeAreHandedOnTwice) {
   expect_gradient(y, 2 * 4 * 5 * 3);
 }
 
-TEST_F(CheckpointArguments, ArePassedAsLvaluesThatLastUntilBackward) {
+TEST_F(ActivationCheckpointArguments, PassesLvaluesThatLiveUntilBackward) {
   const auto y = mezzo::activation_checkpoint(
       [](Tensor x, std::vector<int> factors) { return x * factors.at(0); }, x_, std::vector{6});
   expect_gradient(y, 6);
 }
 
-TEST_F(CheckpointArguments, ByReferenceAreNotCopied) {
+TEST_F(ActivationCheckpointArguments, DoesNotCopyReferences) {
   auto factor = std::make_unique<int>(2);
   const auto y = mezzo::activation_checkpoint(
       [](const Tensor& x, std::unique_ptr<int>& by) { return x * *by; }, x_, std::ref(factor));
   expect_gradient(y, 2);
 }
 
-TEST_F(CheckpointArguments, MayBeATensorListOfTemporaries) {
+TEST_F(ActivationCheckpointArguments, AcceptsTensorListOfTemporaries) {
   const auto sum = [](const std::vector<Tensor>& list) { return torch::stack(list).sum(0); };
   const auto y = [&] {
     const std::vector<Tensor> list{x_ * 1, x_ * 2};
@@ -72,20 +72,20 @@ TEST_F(CheckpointArguments, MayBeATensorListOfTemporaries) {
   expect_gradient(y, 3);
 }
 
-TEST_F(CheckpointArguments, ThatRequireGradAreFoundWhereverTheyAre) {
+TEST_F(ActivationCheckpointArguments, FindsTensorsInNestedArguments) {
   const auto y = mezzo::activation_checkpoint(
       [](const std::function<Tensor()>& hidden) { return hidden() * 4; }, [this] { return x_; });
   expect_gradient(y, 4);
 }
 
-TEST_F(CheckpointArguments, MayBeUndefinedTensors) {
+TEST_F(ActivationCheckpointArguments, AcceptsUndefinedTensors) {
   const auto y = mezzo::activation_checkpoint(
       [](const Tensor& x, const Tensor& bias) { return bias.defined() ? x + bias : x * 2; }, x_,
       Tensor());
   expect_gradient(y, 2);
 }
 
-TEST_F(CheckpointArguments, MayBeTensorsOfInferenceMode) {
+TEST_F(ActivationCheckpointArguments, AcceptsInferenceTensors) {
   const auto constant = [] {
     const c10::InferenceMode inference;
     return torch::full({3}, 2.0);
@@ -103,7 +103,7 @@ struct Scale {
 
 Tensor doubled(const Tensor& x) { return x * 2; }
 
-TEST_F(CheckpointArguments, GoToEveryKindOfCallable) {
+TEST_F(ActivationCheckpointArguments, AcceptsEveryKindOfCallable) {
   expect_gradient(mezzo::activation_checkpoint(doubled, x_), 2);
   expect_gradient(mezzo::activation_checkpoint(Scale{3}, x_), 3);
   expect_gradient(mezzo::activation_checkpoint(&Scale::by, Scale{3}, x_, 2.0), 6);
@@ -115,13 +115,13 @@ TEST_F(CheckpointArguments, GoToEveryKindOfCallable) {
       7);
 }
 
-TEST_F(CheckpointArguments, GoToModulesByHolderAndByPointer) {
+TEST_F(ActivationCheckpointArguments, AcceptsModuleHolderAndPointer) {
   const torch::nn::PReLU prelu(torch::nn::PReLUOptions().init(2));
   expect_gradient(mezzo::activation_checkpoint(prelu, -x_), -2);
   expect_gradient(mezzo::activation_checkpoint(prelu.ptr(), -x_), -2);
 }
 
-TEST_F(CheckpointArguments, GoToASequential) {
+TEST_F(ActivationCheckpointArguments, AcceptsSequential) {
   torch::nn::Sequential sequential(torch::nn::Linear(3, 5), torch::nn::GELU(),
                                    torch::nn::Linear(5, 3));
   const auto input = torch::randn({2, 3});
@@ -138,7 +138,7 @@ struct Output {
   auto tensors() { return std::tie(first, second); }
 };
 
-TEST_F(CheckpointArguments, ResultsMayBeAnyContainerOfTensors) {
+TEST_F(ActivationCheckpointArguments, ReturnsAnyContainerOfTensors) {
   const auto checkpointed = [&](auto wrap) {
     return mezzo::activation_checkpoint([wrap](const Tensor& x) { return wrap(x * 2); }, x_);
   };
@@ -155,7 +155,7 @@ TEST_F(CheckpointArguments, ResultsMayBeAnyContainerOfTensors) {
   EXPECT_EQ(output.label, 8);
 }
 
-TEST_F(CheckpointArguments, ResultsAreValuesOfTheFunctionsOwnType) {
+TEST_F(ActivationCheckpointArguments, ReturnsValueOfFunctionResultType) {
   const auto identity = [](Tensor& x) -> Tensor& { return x; };
   EXPECT_TRUE((std::is_same_v<decltype(mezzo::activation_checkpoint(identity, x_)), Tensor>));
   const auto two = [](const Tensor& x) { return std::pair{x, 1}; };
@@ -163,7 +163,7 @@ TEST_F(CheckpointArguments, ResultsAreValuesOfTheFunctionsOwnType) {
       (std::is_same_v<decltype(mezzo::activation_checkpoint(two, x_)), std::pair<Tensor, int>>));
 }
 
-TEST_F(CheckpointArguments, OptionsMayBeAVariable) {
+TEST_F(ActivationCheckpointArguments, AcceptsOptionsVariable) {
   const mezzo::ActivationCheckpointOptions options{.preserve_rng_state = false};
   expect_gradient(mezzo::activation_checkpoint(options, doubled, x_), 2);
 }

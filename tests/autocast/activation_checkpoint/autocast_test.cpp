@@ -21,7 +21,7 @@ using activation_checkpoint_test::BitwiseEqual;
 using activation_checkpoint_test::loss_and_gradients;
 using torch::Tensor;
 
-class CheckpointAutocast : public testing::TestWithParam<at::ScalarType> {
+class ActivationCheckpointAutocast : public testing::TestWithParam<at::ScalarType> {
  protected:
   // Notes in what dtype the product came out, at each run.
   auto block() {
@@ -37,7 +37,7 @@ class CheckpointAutocast : public testing::TestWithParam<at::ScalarType> {
   std::vector<at::ScalarType> dtypes_;
 };
 
-TEST_P(CheckpointAutocast, RecomputesInTheDtypeOfTheFirstRun) {
+TEST_P(ActivationCheckpointAutocast, RecomputesInDtypeOfForward) {
   Tensor y;
   {
     const mezzo::AutocastGuard autocast({.device_type = at::kCPU, .dtype = GetParam()});
@@ -50,14 +50,14 @@ TEST_P(CheckpointAutocast, RecomputesInTheDtypeOfTheFirstRun) {
   EXPECT_EQ(x_.mm(w_).scalar_type(), other) << "the caller's state is back";
 }
 
-TEST_P(CheckpointAutocast, RecomputesWithoutAutocastWhatRanWithoutIt) {
+TEST_P(ActivationCheckpointAutocast, RecomputesDisabledIfForwardWas) {
   const auto y = mezzo::activation_checkpoint(block(), x_);
   const mezzo::AutocastGuard autocast({.device_type = at::kCPU, .dtype = GetParam()});
   y.sum().backward();
   EXPECT_EQ(dtypes_, (std::vector{at::kFloat, at::kFloat}));
 }
 
-TEST_P(CheckpointAutocast, HasTheGradientsOfTheSameOpsToTheBit) {
+TEST_P(ActivationCheckpointAutocast, GradientsBitwiseEqualPlainCall) {
   const auto u = torch::randn({8, 8}).requires_grad_();
   const auto model = [&](const Tensor& x) {
     return torch::softmax(torch::gelu(x.mm(w_)).mm(u), -1);
@@ -74,7 +74,7 @@ TEST_P(CheckpointAutocast, HasTheGradientsOfTheSameOpsToTheBit) {
 
 // The cached cast of a weight is gone at the time of the recomputation, or there is one where there
 // was none: the graphs of the two runs must not depend on it.
-TEST_P(CheckpointAutocast, DoesNotDependOnCastsThatAreCachedOutside) {
+TEST_P(ActivationCheckpointAutocast, IgnoresCastsCachedOutside) {
   const auto loss = [&](bool cached_before, bool cached_at_backward) {
     return loss_and_gradients({x_, w_}, [&] {
       const auto other_use = [&] { return x_.mm(w_).to(at::kFloat).sum(); };
@@ -100,7 +100,7 @@ TEST_P(CheckpointAutocast, DoesNotDependOnCastsThatAreCachedOutside) {
   EXPECT_THAT(loss(true, true), BitwiseEqual(expected));
 }
 
-TEST_P(CheckpointAutocast, OfAnAutocastModuleMayComeTwiceInARegion) {
+TEST_P(ActivationCheckpointAutocast, AutocastModuleTwiceInRegion) {
   const auto linear = std::make_shared<torch::nn::LinearImpl>(8, 8);
   mezzo::AutocastModule module(linear, {.device_type = at::kCPU, .dtype = GetParam()});
   const auto loss = [&](const mezzo::AutocastOptions& options, auto&& block) {
@@ -115,7 +115,7 @@ TEST_P(CheckpointAutocast, OfAnAutocastModuleMayComeTwiceInARegion) {
                   {.device_type = at::kCPU, .dtype = GetParam(), .cache_enabled = false}, module)));
 }
 
-TEST_P(CheckpointAutocast, StateIsRestoredWhenTheRecomputationThrows) {
+TEST_P(ActivationCheckpointAutocast, RestoresStateWhenRecomputationThrows) {
   Tensor y;
   {
     const mezzo::AutocastGuard autocast({.device_type = at::kCPU, .dtype = GetParam()});
@@ -132,7 +132,7 @@ TEST_P(CheckpointAutocast, StateIsRestoredWhenTheRecomputationThrows) {
   EXPECT_TRUE(at::autocast::is_autocast_cache_enabled());
 }
 
-TEST_P(CheckpointAutocast, RecomputesInAnotherThreadUnderDtypeAndPolicyOfTheFirstRun) {
+TEST_P(ActivationCheckpointAutocast, RecomputesInAnotherThreadWithForwardState) {
   Tensor y, z;
   {
     const mezzo::AutocastGuard autocast({.device_type = at::kCPU, .dtype = GetParam()});
@@ -149,7 +149,8 @@ TEST_P(CheckpointAutocast, RecomputesInAnotherThreadUnderDtypeAndPolicyOfTheFirs
   EXPECT_EQ(dtypes_, (std::vector{GetParam(), at::kFloat, GetParam(), at::kFloat}));
 }
 
-INSTANTIATE_TEST_SUITE_P(BothDtypes, CheckpointAutocast, testing::Values(at::kHalf, at::kBFloat16),
+INSTANTIATE_TEST_SUITE_P(BothDtypes, ActivationCheckpointAutocast,
+                         testing::Values(at::kHalf, at::kBFloat16),
                          [](const auto& dtype) { return c10::toString(dtype.param); });
 
 }  // namespace

@@ -18,7 +18,7 @@ using test_support::message_of;
 using testing::HasSubstr;
 using torch::Tensor;
 
-class CheckpointErrors : public testing::Test {
+class ActivationCheckpointErrors : public testing::Test {
  protected:
   // The error of backward through a function that does `first` at first and `second` after that.
   template <class First, class Second>
@@ -34,19 +34,19 @@ class CheckpointErrors : public testing::Test {
   Tensor v_ = torch::randn({4, 4}).requires_grad_();
 };
 
-TEST_F(CheckpointErrors, NoticeOtherParameters) {
+TEST_F(ActivationCheckpointErrors, ThrowsForOtherParameters) {
   EXPECT_THAT(error_when_it_changes([this](const Tensor& x) { return x.mm(w_); },
                                     [this](const Tensor& x) { return x.mm(v_); }),
               testing::AllOf(HasSubstr("used other parameters"),
-                             HasSubstr("runs again during backward and must do the same then")));
+                             HasSubstr("runs again in backward and must compute the same")));
 }
 
-TEST_F(CheckpointErrors, NoticeAParameterMadeInside) {
+TEST_F(ActivationCheckpointErrors, ThrowsForParameterCreatedInside) {
   const auto block = [](const Tensor& x) { return x.mm(torch::ones({4, 4}).requires_grad_()); };
-  EXPECT_THAT(error_when_it_changes(block, block), HasSubstr("made such a tensor itself"));
+  EXPECT_THAT(error_when_it_changes(block, block), HasSubstr("created such a tensor"));
 }
 
-TEST_F(CheckpointErrors, NoticeAMissingResult) {
+TEST_F(ActivationCheckpointErrors, ThrowsForMissingResult) {
   const auto list = [](std::size_t size) {
     return [size](const Tensor& x) { return std::vector<Tensor>(size, x.exp()); };
   };
@@ -54,18 +54,18 @@ TEST_F(CheckpointErrors, NoticeAMissingResult) {
   const auto y = mezzo::activation_checkpoint(
       [&](const Tensor& x) { return list(std::exchange(again, true) ? 1 : 2)(x); }, x_);
   EXPECT_THAT(message_of([&] { (y[0] + y[1]).sum().backward(); }),
-              HasSubstr("result 1 of the first run is missing"));
+              HasSubstr("result 1 of the forward is missing"));
 }
 
-TEST_F(CheckpointErrors, NoticeGradientsOfGradients) {
+TEST_F(ActivationCheckpointErrors, ThrowsForDoubleBackward) {
   const auto y = mezzo::activation_checkpoint([](const Tensor& x) { return x.exp(); }, x_).sum();
   EXPECT_THAT(message_of([&] {
                 torch::autograd::grad({y}, {x_}, {}, /*retain_graph=*/true, /*create_graph=*/true);
               }),
-              HasSubstr("gradients of gradients (create_graph) do not go through a checkpoint"));
+              HasSubstr("gradients of gradients (create_graph) are not supported"));
 }
 
-TEST_F(CheckpointErrors, NoticeAnArgumentModifiedBeforeBackward) {
+TEST_F(ActivationCheckpointErrors, ThrowsForArgumentModifiedBeforeBackward) {
   const auto mask = torch::ones({4, 4});
   const auto y = mezzo::activation_checkpoint(
       [](const Tensor& x, const Tensor& m) { return (x * m).exp(); }, x_, mask);
@@ -75,14 +75,14 @@ TEST_F(CheckpointErrors, NoticeAnArgumentModifiedBeforeBackward) {
       HasSubstr("a tensor argument was modified in place between its forward and its backward"));
 }
 
-TEST_F(CheckpointErrors, NoticeAFunctionThatModifiesItsArgument) {
+TEST_F(ActivationCheckpointErrors, ThrowsForInPlaceFunction) {
   EXPECT_THAT(message_of([&] {
                 mezzo::activation_checkpoint([](Tensor x) { return x.mul_(2) + 1; }, x_.mm(w_));
               }),
               HasSubstr("a tensor argument was modified in place by the function itself"));
 }
 
-TEST_F(CheckpointErrors, OfTheFunctionPassThrough) {
+TEST_F(ActivationCheckpointErrors, RethrowsFunctionExceptions) {
   EXPECT_THROW(mezzo::activation_checkpoint(
                    [](const Tensor& x) -> Tensor {
                      if (x.defined()) throw std::logic_error("no");
@@ -101,7 +101,7 @@ TEST_F(CheckpointErrors, OfTheFunctionPassThrough) {
   EXPECT_FALSE(x_.grad().defined());
 }
 
-TEST_F(CheckpointErrors, LeaveBackwardUsableOnceTheFunctionIsItselfAgain) {
+TEST_F(ActivationCheckpointErrors, BackwardSucceedsAfterFailedRecomputation) {
   int runs = 0;
   const auto y = mezzo::activation_checkpoint(
                      [&](const Tensor& x) { return ++runs == 2 ? x.mm(w_) : x.exp(); }, x_)

@@ -45,9 +45,9 @@ void expect_same(const std::vector<Tensor>& leaves, const MakeLoss& make_loss) {
   EXPECT_THAT(checkpointed, BitwiseEqual(plain));
 }
 
-class CheckpointGradients : public testing::Test {
+class ActivationCheckpointGradients : public testing::Test {
  protected:
-  CheckpointGradients() {
+  ActivationCheckpointGradients() {
     torch::manual_seed(3);
     for (Tensor* leaf : {&x_, &w_, &v_}) *leaf = torch::randn({6, 6}).requires_grad_();
   }
@@ -55,7 +55,7 @@ class CheckpointGradients : public testing::Test {
   Tensor x_, w_, v_;
 };
 
-TEST_F(CheckpointGradients, OfAnInputAndOfCapturedParameters) {
+TEST_F(ActivationCheckpointGradients, InputAndCapturedParameters) {
   expect_same({x_, w_, v_}, [&](auto run) {
     const auto block = [&](const Tensor& x) { return torch::gelu(x.mm(w_)).mm(v_); };
     return run(block, x_).pow(2).sum();
@@ -63,14 +63,14 @@ TEST_F(CheckpointGradients, OfAnInputAndOfCapturedParameters) {
 }
 
 // What the form with a backward inside backward, as in Python with use_reentrant, cannot do.
-TEST_F(CheckpointGradients, OfParametersWhenNoInputRequiresGrad) {
+TEST_F(ActivationCheckpointGradients, ParametersWhenNoInputRequiresGrad) {
   expect_same({w_, v_}, [&](auto run) {
     const auto block = [&](const Tensor& x) { return torch::gelu(x.mm(w_)).mm(v_); };
     return run(block, x_.detach()).pow(2).sum();
   });
 }
 
-TEST_F(CheckpointGradients, OfATensorUsedSeveralTimesInsideAndOutside) {
+TEST_F(ActivationCheckpointGradients, TensorUsedInsideAndOutside) {
   expect_same({x_, w_, v_}, [&](auto run) {
     const auto hidden = x_.mm(w_).tanh();
     const auto attention = [&](const Tensor& h) {
@@ -80,14 +80,14 @@ TEST_F(CheckpointGradients, OfATensorUsedSeveralTimesInsideAndOutside) {
   });
 }
 
-TEST_F(CheckpointGradients, OfAParameterSharedByCheckpointsAndTheRest) {
+TEST_F(ActivationCheckpointGradients, ParameterSharedByCheckpoints) {
   expect_same({x_, w_}, [&](auto run) {
     const auto block = [&](const Tensor& x) { return torch::tanh(x.mm(w_) + w_).mm(w_); };
     return run(block, run(block, x_.mm(w_))).mm(w_).sum();
   });
 }
 
-TEST_F(CheckpointGradients, OfCapturedTensorsThatAreNoLeaves) {
+TEST_F(ActivationCheckpointGradients, CapturedNonLeafTensors) {
   expect_same({x_, w_}, [&](auto run) {
     const auto scale = w_.exp();
     const auto block = [scale](const Tensor& x) { return (x * scale).tanh() * scale; };
@@ -100,7 +100,7 @@ struct GatedOutput {
   auto tensors() { return std::tie(hidden, gate, loss); }
 };
 
-TEST_F(CheckpointGradients, OfSeveralResults) {
+TEST_F(ActivationCheckpointGradients, SeveralResults) {
   const auto block = [&](const Tensor& x) {
     const auto hidden = x.mm(w_).tanh();
     const auto gate = hidden.sigmoid();
@@ -126,7 +126,7 @@ TEST_F(CheckpointGradients, OfSeveralResults) {
   });
 }
 
-TEST_F(CheckpointGradients, OfResultsThatTheFunctionDidNotCompute) {
+TEST_F(ActivationCheckpointGradients, ResultsNotComputedByFunction) {
   expect_same({x_, w_}, [&](auto run) {
     const auto block = [&](const Tensor& x) {
       return std::tuple{x, w_, x.mm(w_), torch::ones(2), Tensor(), x.detach().mm(w_.detach())};
@@ -138,7 +138,7 @@ TEST_F(CheckpointGradients, OfResultsThatTheFunctionDidNotCompute) {
   });
 }
 
-TEST_F(CheckpointGradients, ThroughInPlaceOpsAndViewsInside) {
+TEST_F(ActivationCheckpointGradients, InPlaceOpsAndViewsInside) {
   expect_same({x_, w_, v_}, [&](auto run) {
     const auto block = [&](const Tensor& x) {
       auto buffer = torch::zeros({6, 6});
@@ -154,7 +154,7 @@ TEST_F(CheckpointGradients, ThroughInPlaceOpsAndViewsInside) {
   });
 }
 
-TEST_F(CheckpointGradients, ThroughCheckpointsInsideCheckpoints) {
+TEST_F(ActivationCheckpointGradients, NestedCheckpoints) {
   expect_same({x_, w_, v_}, [&](auto run) {
     const auto inner = [this](const Tensor& x) {
       return torch::dropout(x.mm(w_).tanh(), 0.5, true);
@@ -164,7 +164,7 @@ TEST_F(CheckpointGradients, ThroughCheckpointsInsideCheckpoints) {
   });
 }
 
-TEST_F(CheckpointGradients, OfSomeInputsByAutogradGrad) {
+TEST_F(ActivationCheckpointGradients, AutogradGradOfSomeInputs) {
   const auto block = [&](const Tensor& x) {
     const auto shifted = (torch::zeros_like(x) + x).narrow(0, 0, 4).mul_(w_.narrow(0, 1, 4));
     return shifted.mm(v_).tanh().mm(w_);
@@ -188,7 +188,7 @@ struct Counted : torch::autograd::Function<Counted> {
   }
 };
 
-TEST_F(CheckpointGradients, SkipWhatNoGradientIsAskedFor) {
+TEST_F(ActivationCheckpointGradients, SkipsUnneededRecomputation) {
   const auto block = [&](const Tensor& x) { return Counted::apply(w_.tanh()).mm(x).mm(v_); };
   backward_runs = 0;
   torch::autograd::grad({mezzo::activation_checkpoint(block, x_).sum()}, {x_});
@@ -197,7 +197,7 @@ TEST_F(CheckpointGradients, SkipWhatNoGradientIsAskedFor) {
   EXPECT_EQ(backward_runs, 1);
 }
 
-TEST_F(CheckpointGradients, AgainAndAgainWithRetainGraph) {
+TEST_F(ActivationCheckpointGradients, RepeatsWithRetainGraph) {
   const auto y =
       mezzo::activation_checkpoint([&](const Tensor& x) { return x.mm(w_).tanh(); }, x_).sum();
   const auto first = torch::autograd::grad({y}, {x_, w_}, {}, /*retain_graph=*/true);
@@ -209,7 +209,7 @@ TEST_F(CheckpointGradients, AgainAndAgainWithRetainGraph) {
               testing::HasSubstr("backward through the graph a second time"));
 }
 
-TEST_F(CheckpointGradients, RunHooksOnParametersOnce) {
+TEST_F(ActivationCheckpointGradients, RunsParameterHooksOnce) {
   std::vector<std::string> calls;
   w_.register_hook([&](const Tensor& gradient) {
     calls.emplace_back("gradient");
@@ -245,7 +245,7 @@ struct Nested : torch::autograd::Function<Nested> {
   }
 };
 
-TEST_F(CheckpointGradients, FromABackwardInsideABackward) {
+TEST_F(ActivationCheckpointGradients, ReentrantBackward) {
   expect_same({x_, w_}, [&](auto run) {
     return run([&](const Tensor& x) { return Nested::apply(x.mm(w_)).mm(w_); }, x_).sum();
   });
@@ -254,7 +254,7 @@ TEST_F(CheckpointGradients, FromABackwardInsideABackward) {
 }
 
 // The engine hands backward passes nested deeper than 60 to threads of its own.
-TEST_F(CheckpointGradients, ThroughMoreNestedCheckpointsThanTheEngineNestsInOneThread) {
+TEST_F(ActivationCheckpointGradients, NestingBeyondEngineDepthLimit) {
   std::function<Tensor(const Tensor&, int)> nest;
   expect_same({x_, w_}, [&](auto run) {
     nest = [this, run, &nest](const Tensor& x, int depth) -> Tensor {
@@ -264,7 +264,7 @@ TEST_F(CheckpointGradients, ThroughMoreNestedCheckpointsThanTheEngineNestsInOneT
   });
 }
 
-TEST_F(CheckpointGradients, AreNotRecordedWithoutGradMode) {
+TEST_F(ActivationCheckpointGradients, NotRecordedWithoutGradMode) {
   const auto block = [&](const Tensor& x) { return x.mm(w_); };
   {
     const torch::NoGradGuard off;

@@ -22,7 +22,7 @@ using WeakTensor = c10::weak_intrusive_ptr<c10::StorageImpl>;
 
 WeakTensor watch(const Tensor& tensor) { return WeakTensor(tensor.storage().getWeakStorageImpl()); }
 
-TEST(CheckpointLifetime, FreesActivationsAfterTheFirstRunAndAfterBackward) {
+TEST(ActivationCheckpointLifetime, FreesActivationsAfterForwardAndBackward) {
   std::vector<WeakTensor> activations;
   const auto block = [&](const Tensor& x) {
     const auto hidden = x.exp();  // saves its result for backward
@@ -40,7 +40,7 @@ TEST(CheckpointLifetime, FreesActivationsAfterTheFirstRunAndAfterBackward) {
   EXPECT_FALSE(activations[2].expired()) << "without a checkpoint they stay";
 }
 
-TEST(CheckpointLifetime, FreesFunctionAndArgumentsAfterBackward) {
+TEST(ActivationCheckpointLifetime, FreesFunctionAndArgumentsAfterBackward) {
   const auto x = torch::randn({8}).requires_grad_();
   auto token = std::make_shared<int>(2);
   const std::weak_ptr<int> function = token;
@@ -56,7 +56,7 @@ TEST(CheckpointLifetime, FreesFunctionAndArgumentsAfterBackward) {
   EXPECT_TRUE(watched.expired());
 }
 
-TEST(CheckpointLifetime, KeepsNothingWhenNothingRequiresGrad) {
+TEST(ActivationCheckpointLifetime, StoresNothingWhenNothingRequiresGrad) {
   auto token = std::make_shared<int>(2);
   const std::weak_ptr<int> function = token;
   const auto y = mezzo::activation_checkpoint(
@@ -69,7 +69,7 @@ void* destroy(void* tensor) {
   return nullptr;
 }
 
-TEST(CheckpointLifetime, OfALongChainEndsWithoutRecursion) {
+TEST(ActivationCheckpointLifetime, LongChainEndsWithoutRecursion) {
   auto y = torch::ones({1}).requires_grad_();
   for (int i = 0; i < 5'000; ++i) {
     y = mezzo::activation_checkpoint(
@@ -87,7 +87,7 @@ TEST(CheckpointLifetime, OfALongChainEndsWithoutRecursion) {
   EXPECT_FALSE(y.defined());
 }
 
-TEST(CheckpointThreads, BackwardMayRunInAnotherThread) {
+TEST(ActivationCheckpointThreads, BackwardInAnotherThread) {
   const auto x = torch::randn({8, 8}).requires_grad_();
   const auto w = torch::randn({8, 8}).requires_grad_();
   // A captured tensor with a node of this thread, numbered higher than what the other thread will
@@ -104,7 +104,7 @@ TEST(CheckpointThreads, BackwardMayRunInAnotherThread) {
   EXPECT_TRUE(gradients[1].defined());
 }
 
-TEST(CheckpointThreads, TensorsOfOtherThreadsMayBeCaptured) {
+TEST(ActivationCheckpointThreads, CapturesTensorsOfOtherThreads) {
   const auto w = torch::randn({8, 8}).requires_grad_();
   Tensor scale;
   std::thread([&] {
@@ -119,7 +119,7 @@ TEST(CheckpointThreads, TensorsOfOtherThreadsMayBeCaptured) {
   EXPECT_THAT(ours, activation_checkpoint_test::BitwiseEqual(plain));
 }
 
-TEST(CheckpointThreads, OneGraphMayBeUsedByManyAtOnce) {
+TEST(ActivationCheckpointThreads, ConcurrentBackwardOfOneGraph) {
   const auto w = torch::randn({16, 16}).requires_grad_();
   const auto x = torch::randn({16, 16}).requires_grad_();
   const auto y =

@@ -62,7 +62,7 @@ class AutocastAutogradFunction : public testing::TestWithParam<at::ScalarType> {
   Tensor b_ = torch::randn({4, 5}).requires_grad_();
 };
 
-TEST_P(AutocastAutogradFunction, BackwardSeesTheDtypeOfForwardUnderAnotherRegion) {
+TEST_P(AutocastAutogradFunction, BackwardUsesForwardDtypeInOtherRegion) {
   const auto other = GetParam() == at::kHalf ? at::kBFloat16 : at::kHalf;
   Tensor c, of_theirs;
   {
@@ -81,7 +81,7 @@ TEST_P(AutocastAutogradFunction, BackwardSeesTheDtypeOfForwardUnderAnotherRegion
   }
 }
 
-TEST_P(AutocastAutogradFunction, BackwardInAnotherThreadSeesTheStateOfForward) {
+TEST_P(AutocastAutogradFunction, BackwardInAnotherThreadUsesForwardState) {
   Tensor c;
   {
     const mezzo::AutocastGuard autocast({.device_type = at::kCPU, .dtype = GetParam()});
@@ -95,7 +95,7 @@ TEST_P(AutocastAutogradFunction, BackwardInAnotherThreadSeesTheStateOfForward) {
   EXPECT_EQ(seen, (Seen{true, GetParam()}));
 }
 
-TEST_P(AutocastAutogradFunction, HasTheGradientsOfTheSameOpsUnderAutocast) {
+TEST_P(AutocastAutogradFunction, GradientsEqualPlainOpsUnderAutocast) {
   const auto gradients = [&](auto multiply) {
     const mezzo::AutocastGuard autocast(
         {.device_type = at::kCPU, .dtype = GetParam(), .cache_enabled = false});
@@ -109,7 +109,7 @@ TEST_P(AutocastAutogradFunction, HasTheGradientsOfTheSameOpsUnderAutocast) {
   EXPECT_TRUE(torch::equal(ours[1], theirs[1]));
 }
 
-TEST_P(AutocastAutogradFunction, DoubleBackwardSeesTheStateOfForwardToo) {
+TEST_P(AutocastAutogradFunction, DoubleBackwardUsesForwardState) {
   Tensor c;
   {
     const mezzo::AutocastGuard autocast({.device_type = at::kCPU, .dtype = GetParam()});
@@ -125,7 +125,7 @@ INSTANTIATE_TEST_SUITE_P(BothDtypes, AutocastAutogradFunction,
                          testing::Values(at::kHalf, at::kBFloat16),
                          [](const auto& dtype) { return c10::toString(dtype.param); });
 
-TEST(AutocastFunctionOutsideAutocast, BackwardRunsWithoutAutocastToo) {
+TEST(AutocastAutogradFunctionState, BackwardDisabledIfForwardWas) {
   const auto a = torch::randn({3, 4}).requires_grad_();
   const auto c = Multiply::apply(a, torch::randn({4, 5}));
   EXPECT_EQ(c.scalar_type(), at::kFloat);
@@ -136,7 +136,7 @@ TEST(AutocastFunctionOutsideAutocast, BackwardRunsWithoutAutocastToo) {
   EXPECT_TRUE(seen_here().enabled);
 }
 
-TEST(AutocastFunctionPolicy, OfTheForwardHoldsInBackwardWhateverSurroundsIt) {
+TEST(AutocastAutogradFunctionState, BackwardUsesForwardOpOverrides) {
   const auto denying = mezzo::install_op_overrides(mezzo::OpOverrides().deny("mm"));
   const auto allowing = mezzo::install_op_overrides(mezzo::OpOverrides().allow("mm"));
   const auto a = torch::randn({3, 4}).requires_grad_(), b = torch::randn({4, 5});
@@ -164,7 +164,7 @@ struct Throws : mezzo::AutocastAutogradFunction<Throws> {
   }
 };
 
-TEST(AutocastFunctionErrors, LeaveTheCallersStateAsItWas) {
+TEST(AutocastAutogradFunctionState, RestoresStateAfterException) {
   const auto x = torch::ones({2}).requires_grad_();
   Tensor y;
   {
@@ -178,7 +178,7 @@ TEST(AutocastFunctionErrors, LeaveTheCallersStateAsItWas) {
   EXPECT_EQ(seen_here(), before);
 }
 
-TEST(AutocastFunctionSignature, ReturnsWhatForwardReturns) {
+TEST(AutocastAutogradFunctionState, ReturnsForwardResult) {
   using Two = decltype(Throws::apply(std::declval<Tensor>(), false));
   using One = decltype(Multiply::apply(std::declval<Tensor>(), std::declval<Tensor>()));
   EXPECT_TRUE((std::is_same_v<Two, variable_list>));

@@ -51,7 +51,7 @@ auto apply_under_autocast(Args&&... args) {
   return Function::apply(std::forward<Args>(args)...);
 }
 
-TEST(CastInputs, ConvertsToFloatAndRunsForwardAndBackwardWithAutocastOff) {
+TEST(AutocastAutogradFunctionCastInputs, Float32RunsWithAutocastDisabled) {
   const auto a = torch::randn({3, 4}).to(at::kBFloat16).requires_grad_();
   const auto b = torch::randn({4, 5}).requires_grad_();
   const auto c = apply_under_autocast<CastAndMultiply<at::kFloat>>(a, b);
@@ -66,7 +66,7 @@ TEST(CastInputs, ConvertsToFloatAndRunsForwardAndBackwardWithAutocastOff) {
   EXPECT_TRUE(autocast_is_on());
 }
 
-TEST(CastInputs, ConvertsToHalfAndGradientsComeBackInTheCallersDtype) {
+TEST(AutocastAutogradFunctionCastInputs, GradientsHaveArgumentDtype) {
   const auto a = torch::randn({3, 4}).requires_grad_();
   const auto b = torch::randn({4, 5}).requires_grad_();
   const auto c = apply_under_autocast<CastAndMultiply<at::kHalf>>(a, b);
@@ -91,7 +91,7 @@ struct Note : mezzo::AutocastAutogradFunction<Note, at::kHalf> {
   static variable_list backward(AutogradContext*, const variable_list&) { return {}; }
 };
 
-TEST(CastInputs, LeavesDoubleIntegersAndUndefinedTensorsAlone) {
+TEST(AutocastAutogradFunctionCastInputs, IgnoresDoubleIntegerUndefinedTensors) {
   apply_under_autocast<Note>(torch::ones(1, at::kDouble), torch::ones(1, at::kLong),
                              torch::ones(1, at::kBool), torch::ones(1, at::kComplexFloat));
   EXPECT_EQ(dtypes_seen, (std::vector{at::kDouble, at::kLong, at::kBool, at::kComplexFloat}));
@@ -99,7 +99,7 @@ TEST(CastInputs, LeavesDoubleIntegersAndUndefinedTensorsAlone) {
   EXPECT_EQ(dtypes_seen, std::vector{at::ScalarType::Undefined});
 }
 
-TEST(CastInputs, LeavesTensorsOfADeviceWithoutAutocastAlone) {
+TEST(AutocastAutogradFunctionCastInputs, IgnoresTensorsOnOtherDevices) {
   const mezzo::AutocastGuard<torch::kCUDA> autocast;
   Note::apply(torch::ones(1));
   EXPECT_EQ(dtypes_seen, std::vector{at::kFloat});
@@ -110,7 +110,7 @@ struct Pair {
   auto tensors() { return std::tie(left, right); }
 };
 
-TEST(CastInputs, ReachesTensorsInNestedContainers) {
+TEST(AutocastAutogradFunctionCastInputs, CastsTensorsInNestedContainers) {
   const auto x = torch::ones(1);
   const std::vector<Tensor> two{x, x};
   const std::optional<Tensor> none;
@@ -131,14 +131,14 @@ struct Forwards : mezzo::AutocastAutogradFunction<Forwards, at::kHalf> {
   static variable_list backward(AutogradContext*, const variable_list&) { return {}; }
 };
 
-TEST(CastInputs, ForwardsEverythingElseAsItIs) {
+TEST(AutocastAutogradFunctionCastInputs, ForwardsOtherArguments) {
   int count = 1;
   const std::string text = "four";
   apply_under_autocast<Forwards>(torch::ones(1), "text", count, &text);
   EXPECT_EQ(count, 9);
 }
 
-TEST(CastInputs, DoesNothingOutsideAutocast) {
+TEST(AutocastAutogradFunctionCastInputs, NoOpOutsideAutocast) {
   const auto a = torch::randn({3, 4}).to(at::kBFloat16).requires_grad_();
   const auto b = torch::randn({4, 5}).to(at::kBFloat16);
   const auto c = CastAndMultiply<at::kFloat>::apply(a, b);
@@ -165,7 +165,7 @@ struct SumOfList : mezzo::AutocastAutogradFunction<SumOfList, at::kFloat> {
   }
 };
 
-TEST(CastInputs, FollowsATensorListAsLibtorchDoes) {
+TEST(AutocastAutogradFunctionCastInputs, DifferentiatesTensorList) {
   const std::vector<Tensor> list{torch::ones(2, at::kBFloat16).requires_grad_(),
                                  torch::ones(2).requires_grad_()};
   const auto sum = apply_under_autocast<SumOfList>(at::TensorList(list));
@@ -175,7 +175,7 @@ TEST(CastInputs, FollowsATensorListAsLibtorchDoes) {
   EXPECT_TRUE(torch::equal(list[1].grad(), torch::ones(2)));
 }
 
-TEST(CastInputs, AForwardMayOpenARegionOfItsOwn) {
+TEST(AutocastAutogradFunctionCastInputs, ForwardMayEnterRegion) {
   struct Opens : mezzo::AutocastAutogradFunction<Opens, at::kFloat> {
     static Tensor forward(AutogradContext*, const Tensor& x) {
       const mezzo::AutocastGuard<torch::kCPU> autocast;

@@ -25,7 +25,7 @@ using testing::ThrowsMessage;
 
 std::string precision_of(const OptLevel& level) { return level.precision().to_string(); }
 
-TEST(OptLevel, HasApexsPropertiesAndTheSameInBFloat16WithoutALossScale) {
+TEST(OptLevel, PropertiesMatchApex) {
   constexpr std::nullopt_t kNotCast = std::nullopt;
   struct Row {
     OptLevel level;
@@ -60,7 +60,7 @@ TEST(OptLevel, HasApexsPropertiesAndTheSameInBFloat16WithoutALossScale) {
   }
 }
 
-TEST(OptLevel, ScalesDynamicallyAsApexDoes) {
+TEST(OptLevel, DynamicScaleMatchesApex) {
   const GradScalerOptions rule = OptLevel::O2().loss_scale();
   EXPECT_EQ(rule.init_scale, 65536);
   EXPECT_EQ(rule.growth_factor, 2);
@@ -69,7 +69,7 @@ TEST(OptLevel, ScalesDynamicallyAsApexDoes) {
   EXPECT_EQ(rule.max_scale, 16777216);
 }
 
-TEST(OptLevelOverrides, ReplaceWhatTheyNameAndNothingElse) {
+TEST(OptLevelOverrides, ReplaceOnlyNamedProperties) {
   const OptLevel level = OptLevel::O2({.cast_model_type = torch::kBFloat16,
                                        .keep_batchnorm_fp32 = false,
                                        .loss_scale = 128.0,
@@ -91,7 +91,7 @@ TEST(OptLevelOverrides, ReplaceWhatTheyNameAndNothingElse) {
             "params=float32,compute=float32,output=float32");
 }
 
-TEST(OptLevelOverrides, TakeALossScaleAsPeopleWriteIt) {
+TEST(OptLevelOverrides, AcceptLossScaleAsNumberOrText) {
   EXPECT_EQ(OptLevel::O3({.loss_scale = "dynamic"}).loss_scale().max_scale, 16777216);
   EXPECT_EQ(OptLevel::O3({.loss_scale = std::string("128.0")}).loss_scale().init_scale, 128);
   EXPECT_EQ(OptLevel::O3({.loss_scale = 64}).loss_scale().init_scale, 64);
@@ -105,28 +105,28 @@ TEST(OptLevelOverrides, TakeALossScaleAsPeopleWriteIt) {
   EXPECT_THROW(OptLevel::O2({.loss_scale = -1.0}), c10::Error);
 }
 
-TEST(OptLevelOverrides, MayScaleDynamicallyWithoutAnythingInHalf) {
+TEST(OptLevelOverrides, AcceptDynamicScaleWithoutFloat16) {
   EXPECT_EQ(OptLevel::O0({.loss_scale = "dynamic"}).loss_scale().mode, LossScaleMode::dynamic);
   EXPECT_EQ(OptLevel::O3_bf16({.loss_scale = "dynamic"}).loss_scale().mode, LossScaleMode::dynamic);
 }
 
 using Make = std::function<OptLevel()>;
 
-TEST(OptLevelContradictions, NameBothSidesAndWhatToDo) {
+TEST(OptLevelOverrides, ThrowForContradictions) {
   const std::vector<std::pair<Make, std::string>> cases{
       {[] { return OptLevel::O1({.cast_model_type = torch::kHalf}); },
        "OptLevel O1: cast_model_type = float16 contradicts opt_level = O1, which casts inputs of "
-       "ops and leaves weights float32; choose O2 or O3 to cast the model, or leave the option "
+       "ops and keeps weights float32; choose O2 or O3 to cast the model, or leave the option "
        "out"},
       {[] { return OptLevel::O1_bf16({.cast_model_type = torch::kBFloat16}); },
        "cast_model_type = bfloat16 contradicts opt_level = O1_bf16"},
       {[] { return OptLevel::O1({.keep_batchnorm_fp32 = true}); },
-       "keep_batchnorm_fp32 = true contradicts opt_level = O1, whose op lists say"},
+       "keep_batchnorm_fp32 = true contradicts opt_level = O1, whose op lists choose"},
       {[] { return OptLevel::O1({.master_weights = false}); },
-       "master_weights = false contradicts opt_level = O1, whose weights are float32 themselves"},
+       "master_weights = false contradicts opt_level = O1, whose weights are float32"},
       {[] { return OptLevel::O2({.patch_torch_functions = true}); },
-       "patch_torch_functions = true contradicts opt_level = O2: only O1 and O1_bf16 cast op by "
-       "op"},
+       "patch_torch_functions = true contradicts opt_level = O2: only O1 and O1_bf16 run under "
+       "autocast"},
       {[] { return OptLevel::O0({.cast_model_type = torch::kHalf}); },
        "cast_model_type = float16 contradicts opt_level = O0, which is float32 throughout"},
       {[] { return OptLevel::O2_bf16({.cast_model_type = torch::kHalf, .loss_scale = 8.0}); },
@@ -136,7 +136,7 @@ TEST(OptLevelContradictions, NameBothSidesAndWhatToDo) {
        "OptLevel O0: master_weights = true contradicts cast_model_type = float32"},
       {[] { return OptLevel::O2({.cast_model_type = torch::kFloat}); },
        "OptLevel O2: master_weights = true contradicts cast_model_type = float32: masters are "
-       "float32 copies of half or bfloat16 weights; give master_weights = false, or cast the "
+       "float32 copies of float16 or bfloat16 weights; set master_weights = false, or cast the "
        "model"},
       {[] { return OptLevel::O3({.cast_model_type = torch::kDouble}); },
        "cast_model_type is float64; it should be float32, float16 or bfloat16"},
@@ -148,7 +148,7 @@ TEST(OptLevelContradictions, NameBothSidesAndWhatToDo) {
   }
 }
 
-TEST(OptLevelContradictions, LeaveOutWhatSaysTheSame) {
+TEST(OptLevelOverrides, AcceptRedundantOverrides) {
   EXPECT_NO_THROW(OptLevel::O1({.cast_model_type = torch::kFloat}));
   EXPECT_NO_THROW(OptLevel::O1({.patch_torch_functions = true}));
   EXPECT_NO_THROW(OptLevel::O2({.patch_torch_functions = false}));
@@ -158,14 +158,14 @@ TEST(OptLevelContradictions, LeaveOutWhatSaysTheSame) {
   EXPECT_NO_THROW(OptLevel::O0({.keep_batchnorm_fp32 = true, .master_weights = false}));
 }
 
-TEST(OptLevelText, IsParsedByName) {
+TEST(OptLevelParse, AcceptsEveryName) {
   for (const char* name : {"O0", "O1", "O2", "O3", "O1_bf16", "O2_bf16", "O3_bf16"}) {
     EXPECT_EQ(OptLevel::parse(name).name(), name);
   }
   EXPECT_EQ(OptLevel::parse("O2", {.loss_scale = 16.0}).loss_scale().init_scale, 16);
 }
 
-TEST(OptLevelText, IsRefusedInApexsWords) {
+TEST(OptLevelParse, ThrowsApexErrorForUnknownName) {
   for (const std::string name : {"O4", "02", "o1", ""}) {
     EXPECT_THAT([&] { OptLevel::parse(name); },
                 ThrowsMessage<c10::Error>(HasSubstr("Unexpected optimization level " + name +
@@ -173,12 +173,12 @@ TEST(OptLevelText, IsRefusedInApexsWords) {
   }
 }
 
-TEST(OptLevelText, IsApexsReport) {
+TEST(OptLevelDescribe, MatchesApex) {
   std::ostringstream text;
   text << OptLevel::O2({.keep_batchnorm_fp32 = false, .loss_scale = 128.0});
   EXPECT_EQ(text.str(),
-            "Selected optimization level O2:  a half model with float32 batch norms and float32 "
-            "master weights.\n"
+            "Selected optimization level O2:  FP16 training with FP32 batchnorm and FP32 master "
+            "weights.\n"
             "enabled                : True\n"
             "opt_level              : O2\n"
             "cast_model_type        : torch.float16\n"
@@ -197,13 +197,13 @@ TEST(OptLevelText, IsApexsReport) {
             "loss_scale             : 128.0\n");
 }
 
-TEST(OptLevelText, ListsTheOptionsOnceWhereNothingIsOverridden) {
+TEST(OptLevelDescribe, ListsPropertiesOnceWithoutOverrides) {
   EXPECT_THAT(OptLevel::O2().describe(), Not(HasSubstr("After processing overrides")));
   EXPECT_THAT(OptLevel::O2({.loss_scale = 128.0}).describe(),
               HasSubstr("After processing overrides"));
 }
 
-TEST(OptLevelText, SaysNoneWhereALevelHasNoSay) {
+TEST(OptLevelDescribe, PrintsNoneForUnsetProperties) {
   const std::string text = OptLevel::O1().describe();
   EXPECT_THAT(text, AllOf(HasSubstr("cast_model_type        : None\n"),
                           HasSubstr("patch_torch_functions  : True\n"),

@@ -1,6 +1,5 @@
 /// \file
-/// AutocastKernelProbe: learns what an autocast kernel does by calling it, be it libtorch's, of any
-/// version, or another library's.
+/// AutocastKernelProbe: determines the cast policy of a registered autocast kernel by calling it.
 #pragma once
 
 #include <mezzo/autocast/autocast_options.h>
@@ -27,7 +26,7 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// Silences this thread's warnings while it exists.
+/// Guard that suppresses this thread's warnings.
 class SuppressWarningsGuard {
  public:
   SuppressWarningsGuard() : guard_(&handler_) {}
@@ -41,9 +40,9 @@ class SuppressWarningsGuard {
   c10::WarningUtils::WarningHandlerGuard guard_;
 };
 
-/// A tensor that has a dtype and a device and nothing else. Autocast kernels ask for no more before
-/// they cast or pass on; code that looks at its shape or memory gets an exception. So no op ever
-/// runs on it, and CUDA's lists can be learned on a machine without a GPU.
+/// A tensor with a dtype and a device. Autocast kernels read no more before they cast or
+/// redispatch;
+/// any access to shape or memory throws. So no op runs, and CUDA's lists can be read without a GPU.
 class ShapelessTensorImpl final : public c10::TensorImpl {
  public:
   ShapelessTensorImpl(c10::DeviceType device, at::ScalarType dtype)
@@ -65,26 +64,28 @@ class ShapelessTensorImpl final : public c10::TensorImpl {
   int64_t numel_custom() const override { throw_no_shape(); }
 
  private:
-  [[noreturn]] static void throw_no_shape() { TORCH_CHECK(false, "a probe's tensor has no shape"); }
+  [[noreturn]] static void throw_no_shape() {
+    TORCH_CHECK(false, "a tensor of AutocastKernelProbe has no shape");
+  }
 };
 
-/// Returns a value of this type, whose tensors `tensor()` makes; none for a type that ops with an
-/// autocast kernel do not have.
+/// Returns a value of this type, with tensors from `make_tensor()`; none for a type that no op with
+/// an autocast kernel has.
 template <class MakeTensor>
-std::optional<c10::IValue> make_probe_value(const c10::Type& type, MakeTensor& tensor) {
+std::optional<c10::IValue> make_probe_value(const c10::Type& type, MakeTensor& make_tensor) {
   switch (type.kind()) {
     case c10::TypeKind::TensorType:
-      return tensor();
+      return make_tensor();
     case c10::TypeKind::ListType: {
       const c10::TypePtr& element = type.castRaw<c10::ListType>()->getElementType();
       if (element->kind() == c10::TypeKind::OptionalType) {
-        return c10::List<std::optional<at::Tensor>>({tensor()});
+        return c10::List<std::optional<at::Tensor>>({make_tensor()});
       }
       c10::impl::GenericList list(element->kind() == c10::TypeKind::SymIntType
                                       ? c10::TypePtr(c10::IntType::get())
                                       : element);
       for (int i = 0; i < (element->kind() == c10::TypeKind::TensorType ? 2 : 1); ++i) {
-        const auto value = make_probe_value(*element, tensor);
+        const auto value = make_probe_value(*element, make_tensor);
         if (!value) return std::nullopt;
         list.push_back(*value);
       }
@@ -98,7 +99,7 @@ std::optional<c10::IValue> make_probe_value(const c10::Type& type, MakeTensor& t
       return 1.0;
     case c10::TypeKind::BoolType:
       return false;
-    case c10::TypeKind::StringType:  // a name of a dimension is a string with a namespace
+    case c10::TypeKind::StringType:  // a Dimname is a string with a namespace
       return "dimname::probe";
     case c10::TypeKind::OptionalType:
       return c10::IValue();
@@ -107,7 +108,7 @@ std::optional<c10::IValue> make_probe_value(const c10::Type& type, MakeTensor& t
   }
 }
 
-/// The first op that an autocast kernel called: a cast, or the op itself.
+/// An op that an autocast kernel called: a cast, or the op itself.
 struct RecordedOp {
   std::string name;
   std::string overload;
@@ -119,8 +120,8 @@ struct RecordedOp {
   }
 };
 
-/// Keeps the first op that this thread runs while it exists. Other listeners of the thread, such
-/// as a profiler, do not hear the probe.
+/// Records the first op that this thread calls. Other thread-local callbacks, such as a profiler's,
+/// are not called meanwhile.
 class FirstOpRecorder {
  public:
   FirstOpRecorder() : prev_recorder_(std::exchange(active_recorder(), this)) {
@@ -158,8 +159,8 @@ class FirstOpRecorder {
   std::optional<RecordedOp> op_;
 };
 
-/// Probes one op's kernel for one device's autocast key. A kernel of mezzo's in front of it passes
-/// on to it, since this thread has no overrides meanwhile.
+/// Probes the autocast kernel of one op and device. A kernel of mezzo before it redispatches to it,
+/// since this thread has no overrides meanwhile.
 class AutocastKernelProbe {
  public:
   AutocastKernelProbe(const c10::OperatorHandle& op, c10::DeviceType device)
@@ -197,29 +198,29 @@ class AutocastKernelProbe {
   }
 
  private:
-  /// Calls the kernel. The first tensor has dtype `first`, the others `rest`.
+  /// Calls the kernel with a first tensor of dtype `first`, and others of `rest`.
   std::optional<RecordedOp> run(at::ScalarType first, at::ScalarType rest) {
-    auto tensor = [&, next = first]() mutable {
+    auto make_tensor = [&, next = first]() mutable {
       const auto dtype = std::exchange(next, rest);
       return at::Tensor::wrap_tensor_impl(c10::make_intrusive<ShapelessTensorImpl>(device_, dtype));
     };
     std::vector<c10::IValue> arguments;
     for (const auto& argument : op_.schema().arguments()) {
-      const auto value = make_probe_value(*argument.type(), tensor);
+      const auto value = make_probe_value(*argument.type(), make_tensor);
       if (!value) return std::nullopt;
       arguments.push_back(*value);
     }
-    const SuppressWarningsGuard no_warnings;  // an op may speak before it looks at its tensors
+    const SuppressWarningsGuard no_warnings;  // an op may warn before it reads a tensor
     FirstOpRecorder recorder;
     try {
       op_.callBoxedForDispatchKey(autocast_key(device_), arguments);
-    } catch (const std::exception&) {  // of course: no op can run on tensors without a shape
+    } catch (const std::exception&) {  // expected: the tensors have no shape
       ++num_throws_;
     }
     return recorder.op();
   }
 
-  // The probe's own arguments leave every optional dtype open.
+  // make_probe_value sets no optional dtype.
   static bool has_float_dtype_argument(const RecordedOp& op) {
     return std::ranges::any_of(op.inputs, [](const c10::IValue& input) {
       return input.isInt() && input.toInt() == static_cast<int64_t>(at::kFloat);

@@ -1,5 +1,5 @@
 /// \file
-/// AutocastRegion, which all guards share: it enters a region, and leaves everything as it was.
+/// AutocastRegion, which guards, calls and modules share, and the validation of its options.
 #pragma once
 
 #include <mezzo/autocast/autocast_options.h>
@@ -18,8 +18,8 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 /// Counts this thread's regions, as libtorch does, and clears libtorch's cache of casts at the
-/// outermost exit. Also clears it where an inner region begins or ends with another dtype than the
-/// one around it: the cache is keyed by the weight alone and would hand out the wrong dtype.
+/// outermost exit. Also clears it where an inner region has another dtype than the enclosing one:
+/// the cache is keyed by the weight alone and would return the wrong dtype.
 class NestingGuard {
  public:
   explicit NestingGuard(bool dtype_changes) noexcept
@@ -36,16 +36,16 @@ class NestingGuard {
   bool clears_cache_;
 };
 
-/// A region of one device type in this thread.
+/// A region of one device type in this thread. Takes validated options.
 class AutocastRegion {
  public:
-  explicit AutocastRegion(const AutocastOptions& validated) noexcept
-      : device_(*validated.device_type),
-        enabled_(validated.enabled),
-        prev_(current_flags()),
-        nesting_guard_(*validated.dtype != prev_.dtype) {
-    set_flags({enabled_, *validated.dtype, validated.cache_enabled.value_or(prev_.cache_enabled),
-               OpOverrideMap::nest(prev_.op_overrides, validated.op_overrides)});
+  explicit AutocastRegion(const AutocastOptions& options) noexcept
+      : device_(*options.device_type),
+        enabled_(options.enabled),
+        prev_(get_flags()),
+        nesting_guard_(*options.dtype != prev_.dtype) {
+    set_flags({enabled_, *options.dtype, options.cache_enabled.value_or(prev_.cache_enabled),
+               OpOverrideMap::merge(prev_.op_overrides, options.op_overrides)});
   }
   ~AutocastRegion() { set_flags(prev_); }
   AutocastRegion(const AutocastRegion&) = delete;
@@ -58,10 +58,10 @@ class AutocastRegion {
     bool enabled;
     at::ScalarType dtype;
     bool cache_enabled;
-    std::shared_ptr<const OpOverrideMap> op_overrides;
+    OpOverridesHandle op_overrides;
   };
 
-  Flags current_flags() const noexcept {
+  Flags get_flags() const noexcept {
     return {at::autocast::is_autocast_enabled(device_), at::autocast::get_autocast_dtype(device_),
             at::autocast::is_autocast_cache_enabled(),
             thread_op_overrides()[autocast_device_index(device_)]};
@@ -80,40 +80,46 @@ class AutocastRegion {
   NestingGuard nesting_guard_;
 };
 
-/// Returns `options` for a guard whose type says `device` and `dtype`.
-inline AutocastOptions make_static_options(AutocastOptions options, c10::DeviceType device,
-                                           at::ScalarType dtype) {
-  TORCH_CHECK(options.device_type.value_or(device) == device,
-              "device_type: the AutocastOptions say ", *options.device_type, ", the guard's type ",
-              device, "; leave it out of the options, or use mezzo::AutocastGuard");
-  TORCH_CHECK(options.dtype.value_or(dtype) == dtype, "dtype: the AutocastOptions say ",
-              *options.dtype, ", the guard's type ", dtype,
-              "; leave it out of the options, or use mezzo::AutocastGuard");
+/// The `Device` of an AutocastGuard whose device is known at run time only.
+inline constexpr auto kRuntimeDevice = c10::DeviceType::COMPILE_TIME_MAX_DEVICE_TYPES;
+
+/// Returns `options` with the device and dtype of an AutocastGuard's template arguments.
+/// \throws c10::Error if the options have others
+inline AutocastOptions with_static_device(AutocastOptions options, c10::DeviceType device,
+                                          at::ScalarType dtype) {
+  if (device == kRuntimeDevice) return options;
+  TORCH_CHECK(options.device_type.value_or(device) == device, "device_type is ",
+              *options.device_type, " in the options and ", device,
+              " in the type; omit it in the options, or use mezzo::AutocastGuard guard(options)");
+  TORCH_CHECK(options.dtype.value_or(dtype) == dtype, "dtype is ", *options.dtype,
+              " in the options and ", dtype,
+              " in the type; omit it in the options, or use mezzo::AutocastGuard guard(options)");
   options.device_type = device;
   options.dtype = dtype;
   return options;
 }
 
-/// Validates a options, and returns it with a dtype. A disabled region is held to it too: an
-/// enabled one inside it, or a later change of the flag, would use its dtype.
-/// \throws c10::Error unless libtorch can autocast on its device to its dtype
+/// Returns `options` with a dtype. Validates disabled regions too: an enabled one inside, or a
+/// later change of the flag, would use the dtype.
+/// \throws c10::Error unless autocast on the device can lower to the dtype, and for op overrides
+///   that are not installed
 inline AutocastOptions validated_options(AutocastOptions options) {
   TORCH_CHECK(options.device_type.has_value(),
-              "device_type: the AutocastOptions have none; give it torch::kCPU, kCUDA or kMPS");
+              "device_type is not set; set it to torch::kCPU, kCUDA or kMPS");
   const c10::DeviceType device = *options.device_type;
   check_autocast_device(device);
   const at::ScalarType dtype = options.dtype.value_or(at::autocast::get_autocast_dtype(device));
-  TORCH_CHECK(is_autocast_dtype_supported(device, dtype), "dtype: autocast on ", device,
-              " cannot lower to ", dtype,
-              "; use Half or BFloat16, or a disabled region for full precision");
+  TORCH_CHECK(is_autocast_dtype_supported(device, dtype), "In ", c10::DeviceTypeName(device),
+              " autocast, but the target dtype ", dtype,
+              " is not supported; use Half or BFloat16, or .enabled = false for full precision");
   TORCH_CHECK(!options.output_dtype || at::isFloatingType(*options.output_dtype),
-              "output_dtype: results cannot be of ", *options.output_dtype, "; use torch::kFloat");
+              "output_dtype is ", *options.output_dtype, "; it should be a floating-point dtype");
   if (options.op_overrides != nullptr) {
     for (const auto& [op, cast_policy] : options.op_overrides->cast_policies) {
-      TORCH_CHECK(op->is_installed, "op_overrides: they make ", op->name, " ",
+      TORCH_CHECK(op->is_installed, "op_overrides: the override of ", op->name, " (",
                   to_string(cast_policy),
-                  ", and mezzo's override of that op is not installed in this process. Call "
-                  "mezzo::install_op_overrides(overrides) once, before other threads run ops.");
+                  ") is not installed in this process; call mezzo::install_op_overrides(overrides) "
+                  "once, before other threads run ops");
     }
   }
   if (options.enabled) warn_if_unsupported_hardware(device, dtype);

@@ -21,16 +21,15 @@ struct RecordedInputsMember {
 };
 template struct PrivateMember<RecordedInputsMember, &at::RecordFunction::inputs_>;
 
-/// Returns the op's arguments. In units compiled without NDEBUG RecordFunction::inputs() asserts a
-/// flag that only a libtorch compiled without NDEBUG ever sets, and so throws in every debug build
-/// against a release libtorch; this function reads the member itself. TorchScript's interpreter
-/// records its whole stack, whose last values are the op's arguments.
+/// Returns the op's arguments. Reads the member: without NDEBUG RecordFunction::inputs() asserts a
+/// flag that only a libtorch built without NDEBUG sets, and throws in a debug build against a release
+/// libtorch. TorchScript's interpreter records its whole stack, which ends with the arguments.
 inline OpArguments recorded_inputs(const at::RecordFunction& function) {
   const OpArguments stack = function.*private_member(RecordedInputsMember());
   return stack.slice(stack.size() - std::min(stack.size(), function.num_inputs()));
 }
 
-/// Calls `visit` with every tensor among the arguments, those in lists included.
+/// Calls `visit` with every tensor among the arguments, also in lists.
 template <class Visit>
 void for_each_tensor(OpArguments arguments, const Visit& visit) {
   for (const auto& argument : arguments) {

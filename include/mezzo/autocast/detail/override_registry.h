@@ -1,10 +1,6 @@
 /// \file
-/// The dispatcher's operators by the names that a user writes. OverrideKernel, which mezzo puts in
-/// front of libtorch's autocast kernel of one op and device: it looks up the thread's overrides,
-/// and where that is silent it calls the kernel that was there. And OverrideRegistry, which has the
-/// records of all ops and installs these kernels. There is one registry for each version of mezzo.
-/// It is never destroyed: taking a kernel out of the dispatcher while another thread calls the op
-/// crashes.
+/// Lookup of operators by name; OverrideKernel, which mezzo registers before libtorch's autocast
+/// kernel of an op and device; and OverrideRegistry, which installs these kernels.
 #pragma once
 
 #include <mezzo/autocast/cast_policy.h>
@@ -38,62 +34,47 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-inline std::string to_full_name(const c10::OperatorName& name) { return c10::toString(name); }
-
-/// Returns the name with its namespace: "aten::linear" for "linear".
-inline std::string qualify_name(std::string_view name) {
-  const bool has_namespace = name.find("::") != std::string_view::npos;
-  return has_namespace ? std::string(name) : "aten::" + std::string(name);
-}
-
-/// Returns the operator of a full name, "aten::mm" or "aten::softmax.int", if it is registered.
+/// Returns the operator named "aten::mm" or "aten::softmax.int", if it is registered.
 inline std::optional<c10::OperatorHandle> find_op(const std::string& name) {
   const auto dot = name.find('.', name.find("::"));
   const std::string overload = dot == std::string::npos ? "" : name.substr(dot + 1);
   return c10::Dispatcher::singleton().findSchema({name.substr(0, dot), overload});
 }
 
-/// Whether the op returns its results as new tensors. Autocast leaves ops that write into their
-/// arguments alone: a cast argument would be another tensor than the caller's.
-inline bool is_functional(const c10::OperatorHandle& op) { return !op.schema().is_mutable(); }
-
-/// Whether the schema says that a result shares memory with an argument.
+/// Returns whether the schema says that a result shares memory with an argument.
 inline bool has_view_result(const c10::FunctionSchema& schema) {
-  const auto& returns = schema.returns();
-  return std::any_of(returns.begin(), returns.end(),
-                     [](const auto& result) { return result.alias_info() != nullptr; });
+  return std::ranges::any_of(schema.returns(),
+                             [](const auto& result) { return result.alias_info() != nullptr; });
 }
 
-/// Returns the operators that a name stands for: one when it has an overload, else all of its
-/// overloads.
-/// \throws c10::Error for a name that nobody registered, and for an op that writes into its
-///   arguments
-inline std::vector<c10::OperatorHandle> find_ops(std::string_view written) {
-  const std::string name = qualify_name(written);
+/// Returns the operator of a name with an overload, or all overloads of a name without one. Leaves
+/// out ops that write into their arguments: a cast argument would be another tensor.
+/// \throws c10::Error for a name that is not registered or has no functional op
+inline std::vector<c10::OperatorHandle> find_ops(std::string_view name_or_overload) {
+  const bool has_namespace = name_or_overload.find("::") != std::string_view::npos;
+  const std::string name = (has_namespace ? "" : "aten::") + std::string(name_or_overload);
   std::vector<c10::OperatorHandle> ops;
-  bool exists = false;
+  bool is_registered = false;
   for (const auto& op_name : c10::Dispatcher::singleton().getAllOpNames()) {
-    if (op_name.name != name && to_full_name(op_name) != name) continue;
-    exists = true;
+    if (op_name.name != name && c10::toString(op_name) != name) continue;
+    is_registered = true;
     const auto op = c10::Dispatcher::singleton().findSchema(op_name);
-    if (op.has_value() && is_functional(*op)) ops.push_back(*op);
+    if (op.has_value() && !op->schema().is_mutable()) ops.push_back(*op);
   }
-  std::sort(ops.begin(), ops.end(), [](const auto& a, const auto& b) {
-    return a.operator_name().overload_name < b.operator_name().overload_name;
-  });
-  TORCH_CHECK(exists, "op: no operator \"", name,
-              "\" is registered; name it as mezzo::autocast_op_list(device) prints it, and load "
-              "its library first if it is another's");
+  std::ranges::sort(ops, {}, [](const auto& op) { return op.operator_name().overload_name; });
+  TORCH_CHECK(is_registered, "op: no operator \"", name,
+              "\" is registered; mezzo::autocast_op_list(device) prints names; load another "
+              "library's ops first");
   TORCH_CHECK(!ops.empty(), "op: ", name,
-              " writes into its arguments; autocast acts on functional ops only: name the op "
-              "without the underscore, and not its out overload");
+              " writes into its arguments, which autocast ignores; name the functional op, without "
+              "the underscore or the out overload");
   return ops;
 }
 
-/// Returns the dtype that a cast overrides casts to, or none if it casts nothing.
-inline std::optional<at::ScalarType> get_cast_dtype(CastPolicy cast_policy, OpArguments arguments,
+/// Returns the dtype that an op's inputs are cast to, or none if they are not cast.
+inline std::optional<at::ScalarType> get_cast_dtype(CastPolicy policy, OpArguments arguments,
                                                     c10::DeviceType device) {
-  switch (cast_policy) {
+  switch (policy) {
     case CastPolicy::lower_precision_fp:
       return at::autocast::get_autocast_dtype(device);
     case CastPolicy::fp32:
@@ -110,7 +91,7 @@ inline std::optional<at::ScalarType> get_cast_dtype(CastPolicy cast_policy, OpAr
   }
 }
 
-/// Replaces each tensor of an argument or result, those in lists included, by `map(tensor)`.
+/// Replaces each tensor of an argument or result, also in lists, by `map(tensor)`.
 template <class Map>
 void replace_tensors(c10::IValue& value, const Map& map) {
   if (value.isTensor() || value.isTensorList() || value.isOptionalTensorList()) {
@@ -118,131 +99,132 @@ void replace_tensors(c10::IValue& value, const Map& map) {
   }
 }
 
-/// Returns `result`, or a copy if it shares memory with one of `arguments`. An op such as dropout
-/// returns its argument as it is, which behind a cast would be the cast copy: what is written
-/// through it would be lost, or change the copy of a weight that libtorch's cache holds.
+/// Returns `result`, or a copy if it shares memory with an argument. An op such as dropout may
+/// return its argument, here the cast copy: writes through it would be lost, or would change the
+/// copy of a weight in libtorch's cache.
 inline at::Tensor clone_if_alias(const at::Tensor& result,
                                  const std::vector<at::Tensor>& arguments) {
-  const bool is_alias =
-      result.defined() && result.has_storage() &&
-      std::any_of(arguments.begin(), arguments.end(), [&](const at::Tensor& argument) {
-        return argument.has_storage() && argument.is_alias_of(result);
-      });
+  const bool is_alias = result.defined() && result.has_storage() &&
+                        std::ranges::any_of(arguments, [&](const at::Tensor& argument) {
+                          return argument.has_storage() && argument.is_alias_of(result);
+                        });
   return is_alias ? result.clone() : result;
 }
 
+/// Looks up the thread's overrides of an op; without any, calls the kernel that it replaced.
 class OverrideKernel final : public c10::OperatorKernel {
  public:
-  /// Takes over from whatever kernel `op` has now. `record` is the op's.
-  OverrideKernel(const c10::OperatorHandle& op, c10::DeviceType device, const RegisteredOp& record)
-      : record_(record), device_(device), key_(autocast_key(device)) {
+  OverrideKernel(const c10::OperatorHandle& op, c10::DeviceType device,
+                 const RegisteredOp& registered_op)
+      : registered_op_(registered_op), device_(device), key_(autocast_key(device)) {
     if (op.hasKernelForDispatchKey(key_)) {
       previous_.emplace(op.getComputedKernelForDispatchKey(key_));
     }
   }
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, c10::Stack* stack) {
-    const OpOverrideMap* edits = thread_op_overrides()[autocast_device_index(device_)].get();
-    const auto cast_policy = edits == nullptr ? std::nullopt : edits->find(record_);
-    if (!cast_policy && previous_) {
+    const OpOverrideMap* overrides = thread_op_overrides()[autocast_device_index(device_)].get();
+    const auto policy = overrides == nullptr ? std::nullopt : overrides->find(registered_op_);
+    if (!policy && previous_) {
       previous_->callBoxed(op, keys, stack);
-    } else if (cast_policy.value_or(CastPolicy::fallthrough) == CastPolicy::fallthrough) {
-      // The ops that this op is made of still meet autocast.
+    } else if (policy.value_or(CastPolicy::fallthrough) == CastPolicy::fallthrough) {
+      // Without excluding the key: the ops that this op calls are still cast.
       op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, key_), stack);
     } else {
-      run(*cast_policy, op, stack);
+      call_with_casts(*policy, op, stack);
     }
   }
 
  private:
-  void run(CastPolicy cast_policy, const c10::OperatorHandle& op, c10::Stack* stack) const {
+  void call_with_casts(CastPolicy policy, const c10::OperatorHandle& op, c10::Stack* stack) const {
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(key_);
-    const std::size_t arity = op.schema().arguments().size();
-    c10::IValue* arguments = stack->data() + (stack->size() - arity);
-    const auto dtype = get_cast_dtype(cast_policy, OpArguments(arguments, arity), device_);
+    const std::size_t num_arguments = op.schema().arguments().size();
+    c10::IValue* arguments = stack->data() + (stack->size() - num_arguments);
+    const auto dtype = get_cast_dtype(policy, OpArguments(arguments, num_arguments), device_);
     if (dtype) {
       const auto cast = [&](const at::Tensor& tensor) {
         return at::autocast::cached_cast(*dtype, tensor, device_);
       };
-      std::for_each(arguments, arguments + arity,
+      std::for_each(arguments, arguments + num_arguments,
                     [&](c10::IValue& argument) { replace_tensors(argument, cast); });
     }
-    std::vector<at::Tensor> given;
-    for_each_tensor(OpArguments(arguments, arity), [&](const at::Tensor& tensor) {
-      if (tensor.defined()) given.push_back(tensor);
+    std::vector<at::Tensor> inputs;
+    for_each_tensor(OpArguments(arguments, num_arguments), [&](const at::Tensor& tensor) {
+      if (tensor.defined()) inputs.push_back(tensor);
     });
     op.callBoxed(stack);
-    const auto results = static_cast<std::ptrdiff_t>(op.schema().returns().size());
-    std::for_each(stack->end() - results, stack->end(), [&](c10::IValue& result) {
-      replace_tensors(result, [&](const at::Tensor& one) { return clone_if_alias(one, given); });
+    const auto num_results = static_cast<std::ptrdiff_t>(op.schema().returns().size());
+    std::for_each(stack->end() - num_results, stack->end(), [&](c10::IValue& value) {
+      replace_tensors(value,
+                      [&](const at::Tensor& result) { return clone_if_alias(result, inputs); });
     });
   }
 
-  const RegisteredOp& record_;
+  const RegisteredOp& registered_op_;
   c10::DeviceType device_;
   c10::DispatchKey key_;
   std::optional<c10::SafeKernelFunction> previous_;
 };
 
-/// Hidden, so that each library that holds mezzo has its own.
+/// An address in this library: each library that includes mezzo has its own, since it is hidden.
 MEZZO_HIDDEN inline constexpr char kLibraryAnchor = 0;
-/// Hidden for the same reason. The dispatcher calls the kernels for the life of the process.
+/// Keeps this library loaded: the dispatcher calls its kernels until the process ends.
 MEZZO_HIDDEN inline void pin_this_library() { pin_library(&kLibraryAnchor); }
 
+/// The ops that overrides name, and their installed kernels. Thread-safe. Never destroyed, and
+/// kernels are never removed: removing one while another thread calls the op crashes.
 class OverrideRegistry {
  public:
-  /// Returns the op's record, and makes it first if there is none. Changes nothing in the
-  /// dispatcher.
-  const RegisteredOp& record(const c10::OperatorHandle& op) {
+  /// Returns the entry of an op, created at the first call. Does not change the dispatcher.
+  const RegisteredOp& get_op(const c10::OperatorHandle& op) {
     const std::lock_guard lock(mutex_);
     return find_or_create(op);
   }
 
-  /// Returns the op's cast overrides without a overrides, by libtorch or whoever registered the op.
-  /// The first call probes the op's kernel, which takes some tens of microseconds.
-  CastPolicy registered(const c10::OperatorHandle& op, c10::DeviceType device) {
+  /// Returns the cast policy of the op's registered kernel. The first call probes the kernel, which
+  /// takes tens of microseconds.
+  CastPolicy get_registered_policy(const c10::OperatorHandle& op, c10::DeviceType device) {
     const std::lock_guard lock(mutex_);
-    auto& cast_policy = find_or_create(op).registered[autocast_device_index(device)];
-    if (!cast_policy) {
+    auto& policy = find_or_create(op).registered_policies[autocast_device_index(device)];
+    if (!policy) {
       if (!op.hasKernelForDispatchKey(autocast_key(device))) return CastPolicy::fallthrough;
-      cast_policy = AutocastKernelProbe(op, device).cast_policy();
+      policy = AutocastKernelProbe(op, device).cast_policy();
     }
-    return *cast_policy;
+    return *policy;
   }
 
-  /// Puts a kernel in front of the op on each device, once.
-  /// \throws c10::Error if the op is gone
+  /// Registers a kernel for the op on each device, unless it was installed before.
+  /// \throws c10::Error if the op is no longer registered
   void install(const RegisteredOp& op) {
     const auto handle = find_op(op.name);
     TORCH_CHECK(handle.has_value(), "op: ", op.name,
-                " is no longer registered; keep the library loaded that registered it");
+                " is no longer registered; keep the library that registered it loaded");
     const std::lock_guard lock(mutex_);
-    RegisteredOp& record = find_or_create(*handle);
-    if (record.is_installed) return;
+    RegisteredOp& registered_op = find_or_create(*handle);
+    if (registered_op.is_installed) return;
     for (const auto device : kAutocastDevices) {
       if (!handle->hasKernelForDispatchKey(autocast_key(device))) {  // a probe would find mezzo's
-        record.registered[autocast_device_index(device)] = CastPolicy::fallthrough;
+        registered_op.registered_policies[autocast_device_index(device)] = CastPolicy::fallthrough;
       }
       auto kernel = c10::KernelFunction::makeFromBoxedFunctor(
-          std::make_unique<OverrideKernel>(*handle, device, record));
-      const SuppressWarningsGuard
-          no_warnings;  // the dispatcher tells the terminal of the first override
+          std::make_unique<OverrideKernel>(*handle, device, registered_op));
+      const SuppressWarningsGuard no_warnings;  // the dispatcher warns about the first override
       handles_.push_back(c10::Dispatcher::singleton().registerImpl(
           handle->operator_name(), autocast_key(device), std::move(kernel), std::nullopt, nullptr,
-          "override by mezzo for op overrides"));
+          "override by mezzo::install_op_overrides"));
     }
-    record.is_installed = true;
+    registered_op.is_installed = true;
   }
 
  private:
   RegisteredOp& find_or_create(const c10::OperatorHandle& op) {
-    const auto [entry, is_new] = records_.try_emplace(to_full_name(op.operator_name()));
+    const auto [entry, is_new] = ops_.try_emplace(c10::toString(op.operator_name()));
     if (is_new) entry->second.name = entry->first;
     return entry->second;
   }
 
   std::mutex mutex_;
-  std::map<std::string, RegisteredOp> records_;  // whose addresses the kernels have
+  std::map<std::string, RegisteredOp> ops_;  // kernels hold references to its values
   std::vector<c10::RegistrationHandleRAII> handles_;
 };
 

@@ -20,14 +20,16 @@ namespace detail {
 
 inline void check_autocast_device(c10::DeviceType device) {
   TORCH_CHECK(default_autocast_dtype(device) != at::ScalarType::Undefined,
-              "device: no autocast on ", device, "; use cpu, cuda or mps");
+              "User specified an unsupported autocast device_type '",
+              c10::DeviceTypeName(device, /*lower_case=*/true), "'; use cpu, cuda or mps");
 }
 
-inline AutocastOptions disabled_autocast_options(c10::DeviceType device, const std::string& why) {
+inline AutocastOptions disabled_autocast_options(c10::DeviceType device,
+                                                 const std::string& reason) {
   return {.device_type = device,
           .dtype = default_autocast_dtype(device),
           .enabled = false,
-          .reason = "float32 (autocast off): " + why};
+          .reason = "float32 (autocast off): " + reason};
 }
 
 inline std::string describe_missing_instructions(const std::string& dtype) {
@@ -39,7 +41,7 @@ inline AutocastOptions recommend_cpu(const CpuFeatures& cpu) {
   constexpr c10::DeviceType kCpu = c10::DeviceType::CPU;
   if (!cpu.known) {
     return disabled_autocast_options(
-        kCpu, "mezzo can tell bfloat16 instructions on x86-64 only; set the dtype yourself");
+        kCpu, "mezzo detects bfloat16 instructions on x86-64 only; set the dtype yourself");
   }
   if (!cpu.bf16) return disabled_autocast_options(kCpu, describe_missing_instructions("bfloat16"));
   return {.device_type = kCpu,
@@ -49,9 +51,7 @@ inline AutocastOptions recommend_cpu(const CpuFeatures& cpu) {
 
 inline AutocastOptions recommend_cuda(std::optional<ComputeCapability> gpu) {
   constexpr c10::DeviceType kCuda = c10::DeviceType::CUDA;
-  if (!gpu) {
-    return disabled_autocast_options(kCuda, "libtorch sees no CUDA device");
-  }
+  if (!gpu) return disabled_autocast_options(kCuda, "libtorch finds no CUDA device");
   const std::string name = "a GPU of compute capability " + std::to_string(gpu->major) + "." +
                            std::to_string(gpu->minor);
   if (gpu->major >= 8) {
@@ -71,11 +71,9 @@ inline AutocastOptions recommend_cuda(std::optional<ComputeCapability> gpu) {
 inline std::optional<ComputeCapability> get_compute_capability(c10::Device device) {
   const c10::DeviceIndex count = torch::cuda::device_count();
   TORCH_CHECK(!device.has_index() || device.index() < count, "device: there is no ", device,
-              "; libtorch sees ", int{count}, count == 1 ? " CUDA device" : " CUDA devices",
+              "; libtorch finds ", int{count}, count == 1 ? " CUDA device" : " CUDA devices",
               ", of which the first is cuda:0");
-  if (count == 0) {
-    return std::nullopt;
-  }
+  if (count == 0) return std::nullopt;
   if (!device.has_index()) {
     device = c10::impl::VirtualGuardImpl(c10::DeviceType::CUDA).getDevice();
   }
@@ -85,23 +83,23 @@ inline std::optional<ComputeCapability> get_compute_capability(c10::Device devic
   return capability;
 }
 
-/// Returns the warning for a region of half on `cpu`; empty where the CPU computes half natively,
-/// or where that is not known.
+/// Returns the warning for a float16 region on `cpu`; empty if the CPU has float16 instructions, or
+/// if that is unknown.
 inline std::string float16_cpu_warning(const CpuFeatures& cpu) {
   if (!cpu.known || cpu.fp16) return {};
   return "autocast on the CPU in float16: " + describe_missing_instructions("float16") +
-         "; mezzo::recommended_autocast(torch::kCPU) is the options that this machine runs "
-         "natively";
+         "; mezzo::recommended_autocast(torch::kCPU) returns what this machine runs natively";
 }
 
-/// Warns once a process of an enabled region that this machine has no device for, and of one that
-/// it only emulates. Reads the number of CUDA devices, which libtorch remembers, or, once, CPUID.
+/// Warns once per process about an enabled region on a device that this machine lacks, or in a
+/// dtype that it only emulates. Reads the number of CUDA devices, which libtorch caches, or, once,
+/// CPUID.
 inline void warn_if_unsupported_hardware(c10::DeviceType device, at::ScalarType dtype) {
   if (device == c10::DeviceType::CUDA && !torch::cuda::is_available()) {
     TORCH_WARN_ONCE(
         "User provided device_type of 'cuda', but CUDA is not available. In C++: this region "
-        "leaves tensors on the CPU in their dtype; enter the options of the device that the model "
-        "is on, mezzo::AutocastGuard autocast(mezzo::recommended_autocast(device))");
+        "leaves tensors on the CPU in their dtype; use the device that the model is on, "
+        "mezzo::AutocastGuard autocast(mezzo::recommended_autocast(device))");
   }
   if (device == c10::DeviceType::CPU && dtype == at::ScalarType::Half) {
     static const std::string warning = float16_cpu_warning(cpu_features());
@@ -113,18 +111,16 @@ inline void warn_if_unsupported_hardware(c10::DeviceType device, at::ScalarType 
 
 inline constexpr const char* kMixedPrecisionVariable = "MEZZO_MIXED_PRECISION";
 
-/// The reason of what it returns warns where this CPU only emulates the dtype.
+/// Returns the options of `value`; their `.reason` warns if this CPU only emulates the dtype.
 inline AutocastOptions parse_mixed_precision(std::string_view value, c10::Device device,
                                              const CpuFeatures& cpu) {
   if (value == "no") {
     return disabled_autocast_options(device.type(), std::string(kMixedPrecisionVariable) + "=no");
   }
-  if (value == "auto") {
-    return recommended_autocast(device);
-  }
-  const bool is_bfloat16 = value == "bf16" || value == "bfloat16";
-  TORCH_CHECK(is_bfloat16 || value == "fp16" || value == "float16", kMixedPrecisionVariable, "=",
-              value, " is not a known value; use no, bf16, fp16 or auto");
+  if (value == "auto") return recommended_autocast(device);
+  const bool is_bfloat16 = value == "bf16";
+  TORCH_CHECK(is_bfloat16 || value == "fp16", kMixedPrecisionVariable, "=", value,
+              " is not a known value; use no, fp16, bf16 or auto");
   const std::string name = is_bfloat16 ? "bfloat16" : "float16";
   std::string reason = name + ": " + kMixedPrecisionVariable + "=" + std::string(value);
   if (device.is_cpu() && cpu.known && !(is_bfloat16 ? cpu.bf16 : cpu.fp16)) {
@@ -151,9 +147,7 @@ inline AutocastOptions recommended_autocast(c10::Device device) {
 inline AutocastOptions autocast_from_env(c10::Device device, const AutocastOptions& fallback) {
   detail::check_autocast_device(device.type());
   const char* value = std::getenv(detail::kMixedPrecisionVariable);
-  if (value == nullptr || *value == '\0') {
-    return fallback;
-  }
+  if (value == nullptr || *value == '\0') return fallback;
   return detail::parse_mixed_precision(value, device, detail::cpu_features());
 }
 

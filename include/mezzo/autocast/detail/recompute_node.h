@@ -1,9 +1,9 @@
 /// \file
-/// Activation checkpointing: the part of autograd's graph that a run adds, and the node that stands
-/// for it until backward.
+/// Activation checkpointing: the subgraph that a function adds to autograd's graph, and the node
+/// that replaces it until backward.
 #pragma once
 
-#include <mezzo/autocast/autocast_guard.h>
+#include <mezzo/autocast/autocast_state.h>
 #include <mezzo/base/detail/for_each_tensor.h>
 #include <mezzo/base/detail/rng_state.h>
 #include <mezzo/base/version.h>
@@ -44,9 +44,9 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-// --- The graph of a run: its nodes, and the edges to what a function captures --------------------
+// --- The recorded subgraph -----------------------------------------------------------------------
 
-/// Owns a node of autograd's graph: std::shared_ptr with a deleter of its own up to libtorch 2.11,
+/// Owns a node of autograd's graph: std::shared_ptr with a custom deleter up to libtorch 2.11,
 /// c10::intrusive_ptr in later versions.
 template <class Node>
 using NodePtr = std::conditional_t<std::is_same_v<decltype(torch::autograd::Edge::function),
@@ -56,17 +56,15 @@ using NodePtr = std::conditional_t<std::is_same_v<decltype(torch::autograd::Edge
 template <class Node, class... Args>
 NodePtr<Node> make_node(Args&&... args) {
   if constexpr (std::is_same_v<NodePtr<Node>, std::shared_ptr<Node>>) {
-    // libtorch's deleter, found by the argument's type: it takes a long chain of nodes apart
-    // without recursion.
+    // libtorch's deleter (by argument-dependent lookup) frees a long chain without recursion.
     return {new Node(std::forward<Args>(args)...), [](Node* node) { deleteNode(node); }};
   } else {
     return c10::make_intrusive<Node>(std::forward<Args>(args)...);
   }
 }
 
-/// A moment in a thread, which tells the nodes made there since from all others. Nodes of one
-/// thread are numbered as they are made; those that accumulate into leaves have the highest number
-/// of all.
+/// A position in a thread's sequence of autograd nodes. Nodes of a thread are numbered in order of
+/// creation; AccumulateGrad nodes have the highest number.
 class GraphPosition {
  public:
   bool is_before(const torch::autograd::Node& node) const {
@@ -79,8 +77,8 @@ class GraphPosition {
   uint64_t first_ = at::sequence_number::peek();
 };
 
-/// Sets an edge of `node`. An in-place op on a view is a node with the op's own node inside, which
-/// has the same edges but for the first, and the engine insists on that.
+/// Sets an edge of `node`, and of the node inside a CopySlices (an in-place op on a view), whose
+/// edges except the first must be the same.
 inline void set_edge(torch::autograd::Node& node, std::size_t index, torch::autograd::Edge edge) {
   auto* const copy_slices = dynamic_cast<torch::autograd::CopySlices*>(&node);
   if (copy_slices != nullptr && copy_slices->fn != nullptr && index > 0) {
@@ -89,8 +87,8 @@ inline void set_edge(torch::autograd::Node& node, std::size_t index, torch::auto
   node.next_edges()[index] = std::move(edge);
 }
 
-/// Stands where an edge left a run's graph: the engine hands over the gradient that arrives here.
-/// To the engine it looks like the node it stands in for: same shape, dtype, device and stream.
+/// Replaces the target of an edge that leaves a subgraph, so that the engine captures its gradient.
+/// Has the target's metadata: shape, dtype, device and stream.
 class BoundaryNode final : public torch::autograd::Node {
  public:
   explicit BoundaryNode(const torch::autograd::Edge& target) {
@@ -101,8 +99,8 @@ class BoundaryNode final : public torch::autograd::Node {
   }
 };
 
-/// The nodes that a run made and its results depend on, last made first: the order in which the
-/// engine runs them, and so the order in which gradients arrive where the graph ends.
+/// The nodes created since a position that the roots depend on, in the engine's order of execution
+/// (latest first), in which gradients reach the edges that leave the subgraph.
 class RecordedSubgraph {
  public:
   RecordedSubgraph(const torch::autograd::edge_list& roots, const GraphPosition& start) {
@@ -125,28 +123,29 @@ class RecordedSubgraph {
         const torch::autograd::Edge& edge = node->next_edge(i);
         if (!edge.is_valid() || seen.contains(edge.function.get())) continue;
         boundary_edges_.emplace_back(node, i);
-        uses_.push_back(edge);
+        external_edges_.push_back(edge);
       }
     }
   }
 
-  /// Returns the edges that leave the graph, one for each use of a tensor from outside.
-  const torch::autograd::edge_list& uses() const { return uses_; }
+  /// Returns the edges that leave the subgraph, one for each use of an external tensor.
+  const torch::autograd::edge_list& external_edges() const { return external_edges_; }
 
-  /// Cuts the graph off from everything outside. Returns edges to the ends, one for each use: the
-  /// engine would add up at a common end what should be added to other gradients one by one.
+  /// Redirects the edges that leave the subgraph to boundary nodes, and returns edges to them. Each
+  /// use has its own: at a common node the engine would sum gradients that are accumulated one by
+  /// one.
   torch::autograd::edge_list cut() const {
-    torch::autograd::edge_list ends;
-    for (std::size_t i = 0; i < uses_.size(); ++i) {
-      ends.emplace_back(make_node<BoundaryNode>(uses_[i]), 0);
-      set_edge(*boundary_edges_[i].first, boundary_edges_[i].second, ends.back());
+    torch::autograd::edge_list edges;
+    for (std::size_t i = 0; i < external_edges_.size(); ++i) {
+      edges.emplace_back(make_node<BoundaryNode>(external_edges_[i]), 0);
+      set_edge(*boundary_edges_[i].first, boundary_edges_[i].second, edges.back());
     }
-    return ends;
+    return edges;
   }
 
  private:
   std::vector<std::pair<torch::autograd::Node*, std::size_t>> boundary_edges_;
-  torch::autograd::edge_list uses_;
+  torch::autograd::edge_list external_edges_;
 };
 
 // --- The call, and its node ----------------------------------------------------------------------
@@ -158,7 +157,8 @@ std::vector<at::Tensor> tensors_in(T& value) {
   return tensors;
 }
 
-/// A module holder or a pointer to a module: Sequential, for one, has no call operator that works.
+/// A module holder or a pointer to a module, called by `forward`: Sequential's call operator is not
+/// callable here.
 template <class F, class... Args>
 concept ModulePointer = requires(F& function, Args&... args) {
   function->forward(args...);
@@ -177,7 +177,7 @@ decltype(auto) invoke_stored(F& function, Args&... args) {
   }
 }
 
-/// Returns the versions of tensors; those of inference mode have none.
+/// Returns the versions of tensors; 0 for inference tensors, which have none.
 inline std::vector<std::int64_t> get_versions(const std::vector<at::Tensor>& arguments) {
   std::vector<std::int64_t> versions;
   versions.reserve(arguments.size());
@@ -191,82 +191,81 @@ inline void check_versions(const std::vector<at::Tensor>& arguments,
                            const std::vector<std::int64_t>& expected, const char* when) {
   TORCH_CHECK(get_versions(arguments) == expected,
               "activation_checkpoint: a tensor argument was modified in place ", when,
-              ", so that running the function again would compute something else. Clone it first, "
-              "or modify it after backward.");
+              ", which changes the recomputation. Clone it first, or modify it after backward.");
 }
 
-/// The data of a recomputation, without the types of the call.
+/// A recomputation, with the types of the call erased.
 struct Recomputation {
   std::function<std::vector<at::Tensor>()> run;        ///< returns the result's tensors
   std::function<std::vector<at::Tensor>()> arguments;  ///< returns the tensors among its arguments
   std::vector<std::int64_t> versions;
-  // The thread's state at the first run, which the second run gets again.
-  std::optional<RngState> random;
-  AutocastState autocast = AutocastState::current();
+  // The thread's state during forward.
+  std::optional<RngState> rng_state;
+  AutocastState autocast_state = AutocastState::current();
   std::optional<c10::Device> cuda_device =
       at::hasCUDA() ? std::optional(c10::impl::VirtualGuardImpl(c10::DeviceType::CUDA).getDevice())
                     : std::nullopt;
-  std::vector<std::size_t> results{};  ///< which of the result's tensors the node stands for
-  torch::autograd::edge_list uses{};   ///< where the edges that leave the first run's graph led
+  std::vector<std::size_t> result_indices{};    ///< of the result's tensors that the node computes
+  torch::autograd::edge_list external_edges{};  ///< that left the subgraph of the forward
 };
 
-/// The gradient edges of the results that the node stands for.
+/// Returns the gradient edges of the results that the node computes.
 inline torch::autograd::edge_list get_result_edges(const std::vector<at::Tensor>& tensors,
-                                                   const std::vector<std::size_t>& results) {
+                                                   const std::vector<std::size_t>& result_indices) {
   torch::autograd::edge_list edges;
-  for (const auto i : results) {
-    TORCH_CHECK(i < tensors.size() && tensors[i].defined() && tensors[i].requires_grad(),
-                "activation_checkpoint: result ", i,
-                " of the first run is missing from the recomputation, or does not require grad "
-                "there. The function must do the same each time.");
+  for (const auto i : result_indices) {
+    TORCH_CHECK(
+        i < tensors.size() && tensors[i].defined() && tensors[i].requires_grad(),
+        "activation_checkpoint: result ", i,
+        " of the forward is missing from the recomputation, or does not require grad there. "
+        "The function must compute the same each time.");
     edges.push_back(torch::autograd::impl::gradient_edge(tensors[i]));
   }
   return edges;
 }
 
-/// The node of a checkpointed call. Its inputs are the results of the call. It has one next edge
-/// for each *use* of a tensor from outside, in the order in which the call's own graph would
-/// deliver the gradients, so that they are added up in that order and come out the same to the bit.
-/// Another checkpoint around it replaces its next edges, so the uses are kept apart from them.
+/// The node of a checkpointed call, whose inputs are the results of the call. Has one next edge for
+/// each *use* of an external tensor, in the order in which the call's own subgraph would deliver
+/// the gradients, so that they are accumulated in that order and are bitwise identical. An
+/// enclosing checkpoint replaces the next edges; `external_edges` keeps the original ones.
 class RecomputeNode final : public torch::autograd::Node {
  public:
   explicit RecomputeNode(Recomputation recomputation)
       : recomputation_(std::make_shared<Recomputation>(std::move(recomputation))) {
-    for (const auto& use : recomputation_->uses) add_next_edge(use);
+    for (const auto& edge : recomputation_->external_edges) add_next_edge(edge);
   }
 
   std::string name() const override { return "mezzo::activation_checkpoint"; }
 
-  /// Runs the call again and sends the gradients through its graph. The engine calls this function,
-  /// in the thread of the node's device; the engine's call inside is a reentrant backward in
-  /// libtorch's words.
+  /// Recomputes the call and runs backward through its subgraph (a reentrant backward). Called by
+  /// the engine in the thread of the node's device.
   torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
-    const auto again = recomputation();
+    const auto recomputation = get_recomputation();
     TORCH_CHECK(!c10::GradMode::is_enabled(),
-                "activation_checkpoint: gradients of gradients (create_graph) do not go through a "
-                "checkpoint; call the function without one");
-    torch::autograd::variable_list found(num_outputs());
-    std::vector<std::size_t> wanted;
-    for (std::size_t i = 0; i < found.size(); ++i) {
-      if (task_should_compute_output(i)) wanted.push_back(i);
+                "activation_checkpoint: gradients of gradients (create_graph) are not supported; "
+                "call the function without a checkpoint");
+    torch::autograd::variable_list outputs(num_outputs());
+    std::vector<std::size_t> needed;
+    for (std::size_t i = 0; i < outputs.size(); ++i) {
+      if (task_should_compute_output(i)) needed.push_back(i);
     }
-    if (wanted.empty() || std::ranges::none_of(gradients, &at::Tensor::defined)) return found;
-    const auto [roots, graph] = recompute(*again);
-    torch::autograd::edge_list given;
+    if (needed.empty() || std::ranges::none_of(gradients, &at::Tensor::defined)) return outputs;
+    const auto [result_edges, subgraph] = recompute(*recomputation);
+    torch::autograd::edge_list roots;
     torch::autograd::variable_list root_gradients;
-    for (std::size_t i = 0; i < roots.size(); ++i) {
+    for (std::size_t i = 0; i < result_edges.size(); ++i) {
       if (!gradients[i].defined()) continue;
-      given.push_back(roots[i]);
+      roots.push_back(result_edges[i]);
       root_gradients.push_back(std::move(gradients[i]));
     }
-    const torch::autograd::edge_list ends = graph.cut();
-    torch::autograd::edge_list wanted_ends;
-    for (const std::size_t i : wanted) wanted_ends.push_back(ends[i]);
-    auto arrived = torch::autograd::Engine::get_default_engine().execute(
-        given, root_gradients, /*keep_graph=*/false, /*create_graph=*/false,
-        /*accumulate_grad=*/false, wanted_ends);
-    for (std::size_t i = 0; i < wanted.size(); ++i) found[wanted[i]] = std::move(arrived[i]);
-    return found;
+    const torch::autograd::edge_list boundary = subgraph.cut();
+    torch::autograd::edge_list needed_edges;
+    for (const std::size_t i : needed) needed_edges.push_back(boundary[i]);
+    auto captured = torch::autograd::Engine::get_default_engine().execute(
+        roots, root_gradients, /*keep_graph=*/false, /*create_graph=*/false,
+        /*accumulate_grad=*/false, needed_edges);
+    for (std::size_t i = 0; i < needed.size(); ++i) outputs[needed[i]] = std::move(captured[i]);
+    return outputs;
   }
 
   void release_variables() override {
@@ -275,9 +274,9 @@ class RecomputeNode final : public torch::autograd::Node {
   }
 
  private:
-  /// Shared with the caller: nothing is locked while the user's function runs, since a device
-  /// thread may meet this node again, for another backward pass, while it waits for this one.
-  std::shared_ptr<Recomputation> recomputation() {
+  /// Returns a shared pointer, so that no lock is held while the user's function runs: a device
+  /// thread may run this node for another backward pass while it waits for this one.
+  std::shared_ptr<Recomputation> get_recomputation() {
     const std::lock_guard<std::mutex> lock(mutex_);
     TORCH_CHECK(recomputation_ != nullptr, torch::autograd::ERR_BACKWARD_TWICE,
                 " In C++: loss.backward({}, /*retain_graph=*/true).");
@@ -285,32 +284,34 @@ class RecomputeNode final : public torch::autograd::Node {
   }
 
   static std::pair<torch::autograd::edge_list, RecordedSubgraph> recompute(
-      const Recomputation& again) {
-    check_versions(again.arguments(), again.versions, "between its forward and its backward");
-    const c10::AutoGradMode recording(true);
-    const c10::OptionalDeviceGuard device(again.cuda_device);
-    std::optional<RngStateGuard> random;
-    if (again.random) random.emplace(*again.random);
-    const AutocastStateGuard autocast(again.autocast);
-    at::autocast::set_autocast_cache_enabled(false);  // as in the first run
+      const Recomputation& recomputation) {
+    check_versions(recomputation.arguments(), recomputation.versions,
+                   "between its forward and its backward");
+    const c10::AutoGradMode grad_mode(true);
+    const c10::OptionalDeviceGuard device_guard(recomputation.cuda_device);
+    std::optional<RngStateGuard> rng_guard;
+    if (recomputation.rng_state) rng_guard.emplace(*recomputation.rng_state);
+    const AutocastStateGuard autocast_guard(recomputation.autocast_state);
+    at::autocast::set_autocast_cache_enabled(false);  // as in the forward
     const GraphPosition start;
-    torch::autograd::edge_list roots = get_result_edges(again.run(), again.results);
-    RecordedSubgraph graph(roots, start);
-    TORCH_CHECK(graph.uses() == again.uses,
+    torch::autograd::edge_list roots =
+        get_result_edges(recomputation.run(), recomputation.result_indices);
+    RecordedSubgraph subgraph(roots, start);
+    TORCH_CHECK(subgraph.external_edges() == recomputation.external_edges,
                 "activation_checkpoint: the recomputation used other parameters or other tensors "
-                "that require grad than the first run, or made such a tensor itself. The function "
-                "runs again during backward and must do the same then: it may depend on its "
-                "arguments, on captured values that do not change until backward, and on "
-                "libtorch's default random generators.");
-    return {std::move(roots), std::move(graph)};
+                "that require grad than the forward, or created such a tensor. The function runs "
+                "again in backward and must compute the same: it may depend on its arguments, on "
+                "captured values that do not change until backward, and on libtorch's default "
+                "random generators.");
+    return {std::move(roots), std::move(subgraph)};
   }
 
   std::shared_ptr<Recomputation> recomputation_;
 };
 
-/// Puts one node in the place of the graph that the run since `start` made behind the tensors of
-/// `result`. Tensors that the run did not compute from a tensor that requires grad, or that are
-/// such a tensor themselves, stay as they are.
+/// Replaces the subgraph created since `start` behind the tensors of `result` by one node. Tensors
+/// not computed from a tensor that requires grad, or that are such a tensor themselves, are
+/// unchanged.
 template <class Result>
 void replace_graph(Result& result, const GraphPosition& start, Recomputation recomputation) {
   std::vector<at::Tensor> tensors = tensors_in(result);
@@ -319,14 +320,14 @@ void replace_graph(Result& result, const GraphPosition& start, Recomputation rec
     if (!tensors[i].defined() || !tensors[i].requires_grad()) continue;
     auto edge = torch::autograd::impl::gradient_edge(tensors[i]);
     if (!start.is_before(*edge.function)) continue;
-    recomputation.results.push_back(i);
+    recomputation.result_indices.push_back(i);
     roots.push_back(std::move(edge));
   }
   if (roots.empty()) return;
-  recomputation.uses = RecordedSubgraph(roots, start).uses();
-  const auto replaced = recomputation.results;
+  recomputation.external_edges = RecordedSubgraph(roots, start).external_edges();
+  const auto result_indices = recomputation.result_indices;
   const auto node = make_node<RecomputeNode>(std::move(recomputation));
-  for (const auto i : replaced) {
+  for (const auto i : result_indices) {
     tensors[i] = tensors[i].detach();
     const auto input_nr = node->add_input_metadata(tensors[i]);
     torch::autograd::impl::set_gradient_edge(tensors[i], {node, input_nr});
@@ -335,7 +336,7 @@ void replace_graph(Result& result, const GraphPosition& start, Recomputation rec
   for_each_tensor(result, [&](at::Tensor& tensor) { tensor = tensors[next++]; });
 }
 
-/// Runs a function on stored arguments and replaces the graph of its result.
+/// Calls a function with stored arguments and replaces the subgraph of its result.
 template <class F, class... Args>
 auto checkpointed_forward(const std::shared_ptr<F>& function,
                           const std::shared_ptr<std::tuple<Args...>>& args,
@@ -345,29 +346,29 @@ auto checkpointed_forward(const std::shared_ptr<F>& function,
   };
   const auto arguments = [args] { return tensors_in(std::as_const(*args)); };
   static_assert(contains_tensors<decltype(run())>(),
-                "mezzo::activation_checkpoint: no tensors in the function's result; return "
+                "mezzo::activation_checkpoint: the function's result has no tensors; return "
                 "tensors, or a struct with a member tensors() that lists them");
   if (!c10::GradMode::is_enabled()) return run();
-  // Materialises the gradient edges: autograd renews the node of a view whose base was modified
-  // when it is first asked for it, and that must not happen during the run.
+  // Materializes the gradient edges: autograd regenerates the node of a view whose base was
+  // modified at the first access, which must not happen during the call.
   for (const at::Tensor& tensor : arguments()) {
     if (tensor.defined() && tensor.requires_grad()) torch::autograd::impl::gradient_edge(tensor);
   }
   Recomputation recomputation{
       .run =
           [run] {
-            auto again = run();
-            return tensors_in(again);
+            auto result = run();
+            return tensors_in(result);
           },
       .arguments = arguments,
       .versions = get_versions(arguments()),
-      .random = preserve_rng_state ? std::optional(RngState()) : std::nullopt};
+      .rng_state = preserve_rng_state ? std::optional(RngState()) : std::nullopt};
   const GraphPosition start;
   auto result = [&] {
-    // A cast that was cached before the first run is gone by the second: the graphs would differ.
+    // Casts cached before the forward are gone in backward, and the subgraphs would differ.
     const bool cache_enabled = at::autocast::is_autocast_cache_enabled();
     at::autocast::set_autocast_cache_enabled(false);
-    const auto end = c10::make_scope_exit(
+    const auto reset = c10::make_scope_exit(
         [cache_enabled] { at::autocast::set_autocast_cache_enabled(cache_enabled); });
     return run();
   }();

@@ -1,7 +1,6 @@
 /// \file
-/// What autocast does in a thread: the op overrides that is in force, for guards and for the
-/// kernels in front of ops, and which tensors are cast. The hot path of an overridden op reads only
-/// this.
+/// The op overrides of a thread, read by the kernels in front of ops, and the rules of which
+/// tensors autocast casts.
 #pragma once
 
 #include <mezzo/autocast/autocast_options.h>
@@ -28,14 +27,14 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// The device types whose lists can be read and edited, in the order of per-device arrays.
+/// The device types that autocast has op lists for, in the order of per-device arrays.
 inline constexpr std::array kAutocastDevices = {c10::DeviceType::CPU, c10::DeviceType::CUDA,
                                                 c10::DeviceType::MPS};
 
 inline std::size_t autocast_device_index(c10::DeviceType device) {
   const auto found = std::ranges::find(kAutocastDevices, device);
-  TORCH_CHECK(found != kAutocastDevices.end(), "device: mezzo knows no op lists for ", device,
-              "; use cpu, cuda or mps");
+  TORCH_CHECK(found != kAutocastDevices.end(), "device: ", device,
+              " has no autocast op list; use cpu, cuda or mps");
   return static_cast<std::size_t>(found - kAutocastDevices.begin());
 }
 
@@ -45,16 +44,16 @@ inline c10::DispatchKey autocast_key(c10::DeviceType device) {
   return kKeys[autocast_device_index(device)];
 }
 
-/// An op as the OverrideRegistry knows it, for the life of the process.
+/// An op in the OverrideRegistry. Never destroyed.
 struct RegisteredOp {
   std::string name;                        ///< with its overload
   std::atomic<bool> is_installed = false;  ///< install_op_overrides was called for it
-  /// The cast policies that libtorch, or whoever registered the op's autocast kernels, gives it, by
-  /// autocast_device_index, as far as somebody has asked for them.
-  std::array<std::optional<CastPolicy>, kAutocastDevices.size()> registered{};
+  /// The cast policies of the registered autocast kernels, libtorch's or another library's, by
+  /// autocast_device_index. Empty until requested.
+  std::array<std::optional<CastPolicy>, kAutocastDevices.size()> registered_policies{};
 };
 
-/// The edits of an OpOverrides.
+/// The entries of OpOverrides.
 struct OpOverrideMap {
   std::unordered_map<const RegisteredOp*, CastPolicy> cast_policies;
 
@@ -63,31 +62,29 @@ struct OpOverrideMap {
     return found == cast_policies.end() ? std::nullopt : std::optional(found->second);
   }
 
-  /// Returns the edits of both; `inner` wins where both edit an op.
-  static std::shared_ptr<const OpOverrideMap> nest(
-      const std::shared_ptr<const OpOverrideMap>& outer,
-      const std::shared_ptr<const OpOverrideMap>& inner) {
+  /// Returns the entries of both; `inner` takes precedence.
+  static OpOverridesHandle merge(const OpOverridesHandle& outer, const OpOverridesHandle& inner) {
     if (outer == nullptr || inner == nullptr || outer == inner) {
       return inner != nullptr ? inner : outer;
     }
-    auto both = std::make_shared<OpOverrideMap>(*inner);
-    both->cast_policies.insert(outer->cast_policies.begin(), outer->cast_policies.end());
-    return both;
+    auto merged = std::make_shared<OpOverrideMap>(*inner);
+    merged->cast_policies.insert(outer->cast_policies.begin(), outer->cast_policies.end());
+    return merged;
   }
 };
 
-/// The edits in force, by autocast_device_index. Copying the value hands a overrides to another
+/// The active overrides of a thread, by autocast_device_index. A copy can be passed to another
 /// thread.
-using ThreadOpOverrides = std::array<std::shared_ptr<const OpOverrideMap>, kAutocastDevices.size()>;
+using ThreadOpOverrides = std::array<OpOverridesHandle, kAutocastDevices.size()>;
 
-/// Returns this thread's policies: one object for each thread and version of mezzo. The symbol is
-/// exported even from units compiled with hidden visibility, so shared libraries agree on it.
+/// Returns this thread's overrides: one object per thread and version of mezzo. Exported also from
+/// translation units with hidden visibility, so that shared libraries share it.
 C10_EXPORT inline ThreadOpOverrides& thread_op_overrides() {
-  static thread_local ThreadOpOverrides policies;
-  return policies;
+  static thread_local ThreadOpOverrides overrides;
+  return overrides;
 }
 
-/// Whether autocast on `device` may cast this tensor.
+/// Returns whether autocast on `device` may cast this tensor: at::autocast::is_eligible.
 inline bool is_eligible(const at::Tensor& tensor, c10::DeviceType device) {
   if (!tensor.defined() || !tensor.is_floating_point() || tensor.scalar_type() == at::kDouble) {
     return false;
@@ -96,17 +93,15 @@ inline bool is_eligible(const at::Tensor& tensor, c10::DeviceType device) {
   return tensor.device().type() == device;
 }
 
-/// The device whose autocast, enabled in this thread, may cast this tensor, if there is one.
+/// Returns the device whose autocast is enabled in this thread and may cast this tensor.
 inline std::optional<c10::DeviceType> eligible_autocast_device(const at::Tensor& tensor) {
   for (const auto device : kAutocastDevices) {
-    if (is_eligible(tensor, device) && at::autocast::is_autocast_enabled(device)) {
-      return device;
-    }
+    if (is_eligible(tensor, device) && at::autocast::is_autocast_enabled(device)) return device;
   }
   return std::nullopt;
 }
 
-/// The dtype that holds every value of both; half and bfloat16 meet in float32.
+/// Returns the widest of two dtypes; float32 for float16 and bfloat16.
 inline at::ScalarType promote_type(std::optional<at::ScalarType> a, at::ScalarType b) {
   return !a.has_value() || *a == b ? b : at::ScalarType::Float;
 }

@@ -1,6 +1,5 @@
 /// \file
-/// The callables that mezzo returns, and AutocastOptions::output_dtype: the tensors of bfloat16 and
-/// half in a result, as another dtype.
+/// The callables that mezzo returns, and the cast of results to AutocastOptions::output_dtype.
 #pragma once
 
 #include <mezzo/base/detail/for_each_tensor.h>
@@ -20,41 +19,37 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// Returns a tensor of bfloat16 or half as one of `dtype`, and any other as it is.
+/// Returns `tensor.to(dtype)` if the tensor is float16 or bfloat16, else `tensor`.
 inline at::Tensor cast_low_precision(const at::Tensor& tensor, at::ScalarType dtype) {
   return tensor.defined() && is_low_precision(tensor) ? tensor.to(dtype) : tensor;
 }
 
-/// Whether the tensors of a `T` are found.
-template <class T>
-inline constexpr bool kHasCastableTensors = !std::is_reference_v<T> && contains_tensors<T>();
-
-/// Calls `function()` and returns its result, with tensors of the dtype that `output` asks for.
-/// \throws c10::Error if `output` is set and nobody knows the tensors of the result
+/// Returns `function()`, with float16 and bfloat16 tensors cast to `output_dtype` if it is set.
+/// \throws c10::Error if it is set and the result is a reference or a type that lists no tensors
 template <class F>
-decltype(auto) call_with_output_dtype(const std::optional<at::ScalarType>& output, F&& function) {
+decltype(auto) call_with_output_dtype(const std::optional<at::ScalarType>& output_dtype,
+                                      F&& function) {
   using Result = std::invoke_result_t<F>;
-  if constexpr (kHasCastableTensors<Result>) {
-    Result result = std::forward<F>(function)();
-    if (output) {
-      for_each_tensor(result,
-                      [&](at::Tensor& tensor) { tensor = cast_low_precision(tensor, *output); });
+  if constexpr (!std::is_reference_v<Result> && contains_tensors<Result>()) {
+    Result result = std::invoke(std::forward<F>(function));
+    if (output_dtype) {
+      for_each_tensor(
+          result, [&](at::Tensor& tensor) { tensor = cast_low_precision(tensor, *output_dtype); });
     }
     return result;
   } else {
     constexpr bool kHasNoTensors = std::is_scalar_v<Result> || std::is_void_v<Result>;
-    TORCH_CHECK(kHasNoTensors || !output, "output_dtype: the AutocastOptions ask for results of ",
-                *output, ", and this callable returns ",
+    TORCH_CHECK(kHasNoTensors || !output_dtype, "output_dtype is ", *output_dtype,
+                ", and the callable returns ",
                 std::is_reference_v<Result> ? "a reference" : "a type that lists no tensors",
-                "; return tensors by value (also in containers, pairs, tuples and optionals), give "
-                "a struct of yours a member `auto tensors() { return std::tie(logits, loss); }`, "
-                "or leave output out and call .to(torch::kFloat)");
-    return std::forward<F>(function)();
+                "; return tensors by value (also in containers, pairs, tuples and optionals), add "
+                "`auto tensors() { return std::tie(logits, loss); }` to your struct, or leave "
+                "output_dtype unset and call .to(torch::kFloat)");
+    return std::invoke(std::forward<F>(function));
   }
 }
 
-/// Holds a function, and calls `wrapper(function, args...)` where it is called itself. All
-/// arguments and the result are forwarded perfectly.
+/// A callable that calls `wrapper(function, args...)`. Forwards arguments and result perfectly.
 template <class F, class Wrapper>
 class WrappedFunction {
  public:
@@ -78,8 +73,8 @@ class WrappedFunction {
   Wrapper wrapper_;
 };
 
-/// Calls a function in a `Guard` that is made of `state`, and casts its results as the state's
-/// `output` says, if it has one.
+/// Calls a function while a `Guard(state)` exists. Casts the result if the state has an
+/// output_dtype.
 template <class Guard, class State>
 struct GuardedCall {
   State state;
@@ -99,7 +94,7 @@ struct GuardedCall {
   }
 };
 
-/// Returns `function` as a callable that runs in scopes of `state`.
+/// Returns a callable that runs `function` while a `Guard(state)` exists.
 template <class Guard, class F, class State>
 auto wrap_in_guard(State state, F&& function) {
   using Wrapper = GuardedCall<Guard, State>;

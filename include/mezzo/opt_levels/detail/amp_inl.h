@@ -1,13 +1,13 @@
 /// \file
-/// Implementation of Amp: the cast of models, their calls, losses and steps, and state in files.
+/// Implementation of Amp: casts of models, forward, backward, steps, and state dicts.
 ///
-///     pass:          set true gradients aside, run backward from the scaled loss,
-///                    take the scale off, move it, add back what was set aside
-///     delayed pass:  run backward from the scaled loss; the gradients keep the scale until
-///                    the next pass that is not delayed, a pass of another loss, or the step
-///     step:          skip if a gradient is inf or NaN
+///     backward:          stash unscaled gradients, run backward from the scaled loss,
+///                        unscale, update the scale, add the stashed gradients
+///     delayed backward:  run backward from the scaled loss; gradients stay scaled until a
+///                        backward without delay, one of another loss, or the step
+///     step:              skip if a gradient is inf or NaN
 ///
-/// A scale moves whenever it is taken off, which is from all gradients that carry it. An inf stays
+/// A scale is updated whenever gradients are unscaled, which are all with that scale. An inf stays
 /// in `.grad`, where the step finds it.
 #pragma once
 
@@ -52,23 +52,19 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-// --- Checks before anything is changed, and the cast ---------------------------------------------
+// --- Checks before the cast, and the cast --------------------------------------------------------
 
-/// Returns Apex's message, with what to do in C++.
-inline const char* describe_expected_float32(at::ScalarType found) {
-  return is_training_dtype(found)
+/// Returns the end of Apex's message, with the remedy in C++.
+inline const char* describe_expected_float32(at::ScalarType dtype) {
+  return is_training_dtype(dtype)
              ? ", expected float32. When using amp.initialize, you do not need to call .half() on "
                "your model before passing it, no matter what optimization level you choose. In "
-               "C++: call model->to(torch::kFloat) before making the optimizer, and leave the cast "
-               "to "
-               "mezzo::initialize"
-             : ", expected float32. What is quantized cannot be trained, at any level: load the "
-               "float32 weights that it was made from, or leave it out of the model's parameters, "
-               "as a buffer, which is not cast";
+               "C++: call model->to(torch::kFloat) before constructing the optimizer"
+             : ", expected float32. Quantized tensors cannot be trained at any level: load the "
+               "float32 weights, or register the tensor as a buffer, which is not cast";
 }
 
-/// Apex's check that a model is in float32: a model that is already cast has no float32 weights for
-/// masters to start from.
+/// Apex's check that a model is in float32, from which masters are copied.
 inline void check_model(const torch::nn::Module& model) {
   for (const auto& item : model.named_parameters()) {
     const at::Tensor& parameter = item.value();
@@ -78,7 +74,7 @@ inline void check_model(const torch::nn::Module& model) {
                 describe_expected_float32(dtype));
     TORCH_CHECK(parameter.is_cpu() || parameter.is_cuda() || parameter.is_mps(), "Found param ",
                 item.key(), " of ", model.name(), " on ", parameter.device(),
-                "; mixed precision is for models on cpu, cuda and mps: move it there first");
+                "; move the model to cpu, cuda or mps first");
   }
   for (const auto& item : model.named_buffers()) {
     const at::ScalarType dtype = item.value().scalar_type();
@@ -87,7 +83,7 @@ inline void check_model(const torch::nn::Module& model) {
   }
 }
 
-/// Casts a tensor object in place, so that other holders of the object (optimizers) see the cast.
+/// Casts a tensor object in place, so that optimizers still hold it.
 inline void cast_in_place(at::Tensor tensor, at::ScalarType dtype) {
   if (!tensor.defined() || !is_training_dtype(tensor.scalar_type())) return;
   const at::Tensor gradient = tensor.grad();
@@ -95,8 +91,8 @@ inline void cast_in_place(at::Tensor tensor, at::ScalarType dtype) {
   if (gradient.defined()) tensor.mutable_grad() = gradient.to(dtype);
 }
 
-/// Whether a module is a batch norm, by what its class is or by its running variance: torch's,
-/// mezzo's SyncBatchNorm, one in an AutocastModule or in TorchScript, one of your own.
+/// Returns whether a module is a batch norm, by its class or a buffer "running_var": also mezzo's
+/// SyncBatchNorm, one in an AutocastModule or in TorchScript, and user-defined ones.
 inline bool is_batch_norm(const torch::nn::Module& module) {
   return module.named_buffers(/*recurse=*/false).contains("running_var") ||
          dynamic_cast<const torch::nn::BatchNorm1dImpl*>(&module) != nullptr ||
@@ -104,11 +100,11 @@ inline bool is_batch_norm(const torch::nn::Module& module) {
          dynamic_cast<const torch::nn::BatchNorm3dImpl*>(&module) != nullptr;
 }
 
-/// Casts floating parameters and buffers. torch::nn::Module::to(dtype) would cast float8 and
-/// integer buffers too; a batch norm's count of batches would then stop at 2048 in half.
+/// Casts floating-point parameters and buffers. torch::nn::Module::to(dtype) would cast float8 and
+/// integer buffers too; a batch norm's num_batches_tracked would then stop at 2048 in float16.
 inline void cast_model(torch::nn::Module& model, at::ScalarType dtype, bool keep_batchnorm_fp32) {
   const c10::NoGradGuard no_grad;
-  std::unordered_set<const c10::TensorImpl*> kept;  // also where another module shares them
+  std::unordered_set<const c10::TensorImpl*> kept;  // also if another module shares them
   const auto each_tensor = [](torch::nn::Module& module, const auto& visit) {
     for (const at::Tensor& parameter : module.parameters(/*recurse=*/false)) visit(parameter);
     for (const at::Tensor& buffer : module.buffers(/*recurse=*/false)) visit(buffer);
@@ -118,11 +114,11 @@ inline void cast_model(torch::nn::Module& model, at::ScalarType dtype, bool keep
   };
   model.apply([&](torch::nn::Module& module) {
     if (!keep_batchnorm_fp32 || !is_batch_norm(module)) return;
-    each_tensor(module, [&](const at::Tensor& one) { kept.insert(one.unsafeGetTensorImpl()); });
+    each_tensor(module, [&](const at::Tensor& t) { kept.insert(t.unsafeGetTensorImpl()); });
   });
   model.apply([&](torch::nn::Module& module) {
-    each_tensor(module, [&](const at::Tensor& one) {
-      if (kept.count(one.unsafeGetTensorImpl()) == 0) cast_in_place(one, dtype);
+    each_tensor(module, [&](const at::Tensor& tensor) {
+      if (!kept.contains(tensor.unsafeGetTensorImpl())) cast_in_place(tensor, dtype);
     });
     flatten(dynamic_cast<torch::nn::RNNImpl*>(&module));
     flatten(dynamic_cast<torch::nn::LSTMImpl*>(&module));
@@ -130,8 +126,7 @@ inline void cast_model(torch::nn::Module& model, at::ScalarType dtype, bool keep
   });
 }
 
-/// Whether an optimizer has stepped. State alone does not tell: Adagrad makes it in the
-/// constructor.
+/// Returns whether an optimizer has stepped. Adagrad has state before its first step.
 inline bool has_stepped(const torch::optim::Optimizer& optimizer) {
   return std::any_of(
       optimizer.state().begin(), optimizer.state().end(), [](const auto& parameter_and_state) {
@@ -141,62 +136,64 @@ inline bool has_stepped(const torch::optim::Optimizer& optimizer) {
       });
 }
 
-/// Refuses what cannot be trained at `level`, before the cast, which cannot be undone.
+/// Throws for models and optimizers that cannot be trained at `level`, before the cast, which
+/// cannot be undone.
 inline void check_models_and_optimizers(const ModelRefs& models, const OptimizerRefs& optimizers,
                                         const OptLevel& level) {
   std::unordered_set<const c10::TensorImpl*> model_parameters;
   for (const auto& model : models.modules()) {
     check_model(*model);
-    for (const at::Tensor& one : model->parameters())
-      model_parameters.insert(one.unsafeGetTensorImpl());
+    for (const at::Tensor& parameter : model->parameters()) {
+      model_parameters.insert(parameter.unsafeGetTensorImpl());
+    }
   }
   const bool is_cast = is_low_precision(level.cast_model_type().value_or(at::kFloat));
   for (std::size_t i = 0; i < optimizers.optimizers().size(); ++i) {
     torch::optim::Optimizer& optimizer = *optimizers.optimizers()[i];
-    const std::vector<at::Tensor> own =
+    const std::vector<at::Tensor> parameters =
         OptimizerDescription{"", optimizer.param_groups()}.parameters();
-    const bool holds_one = std::ranges::any_of(own, [&](const at::Tensor& parameter) {
-      return model_parameters.contains(parameter.unsafeGetTensorImpl());
-    });
-    // It would step parameters that never get a gradient, and nothing else would show the mistake.
-    TORCH_CHECK(holds_one, "optimizer ", i,
-                " holds no parameter of the models that were given; construct it with their "
-                "parameters, or give its model too");
+    const bool has_model_parameter =
+        std::ranges::any_of(parameters, [&](const at::Tensor& parameter) {
+          return model_parameters.contains(parameter.unsafeGetTensorImpl());
+        });
+    // Its parameters would never get a gradient, without any other error.
+    TORCH_CHECK(has_model_parameter, "optimizer ", i,
+                " has no parameter of the models; construct it with their parameters, or pass its "
+                "model too");
     if (!is_cast) continue;
     TORCH_CHECK(!has_stepped(optimizer), "optimizer ", i,
-                " has stepped already, in float32, and the level casts the model; call "
+                " has already stepped, in float32, and the level casts the model; call "
                 "mezzo::initialize before the first step, and load a saved state afterwards");
     if (!level.master_weights() || OptimizerRef(optimizer).mixed_precision() != nullptr) continue;
-    (void)MasterWeights(optimizer);  // refuses what it cannot step
-    check_no_duplicates(own, {"MasterWeights", optimizer.param_groups()});
+    (void)MasterWeights(optimizer);  // throws for optimizers that it cannot step
+    check_no_duplicates(parameters, {"MasterWeights", optimizer.param_groups()});
   }
 }
 
 // --- Losses --------------------------------------------------------------------------------------
 
-inline std::string make_loss_scaler_key(std::size_t loss) {
-  return "loss_scaler" + std::to_string(loss);
+inline std::string make_loss_scaler_key(std::size_t loss_id) {
+  return "loss_scaler" + std::to_string(loss_id);
 }
 
-/// Returns a complete state for GradScaler. An entry by Apex has only two values; the others are
-/// those of `present`.
+/// Returns a complete state for GradScaler. Takes values that an entry by Apex lacks from
+/// `current`.
 inline GradScaler::StateDict make_scaler_state(const std::string& key,
                                                const GradScaler::StateDict& entry,
-                                               GradScaler::StateDict present) {
+                                               GradScaler::StateDict current) {
   for (const char* name : {"loss_scale", "unskipped"}) {
-    TORCH_CHECK(entry.count(name) == 1, "load_state_dict: ", key, " lacks \"", name,
-                "\"; it should be what Amp::state_dict or Apex's amp.state_dict returned");
+    TORCH_CHECK(entry.count(name) == 1, "load_state_dict: missing key \"", name, "\" in ", key,
+                "; pass the result of Amp::state_dict or Apex's amp.state_dict");
   }
-  for (const auto& [name, value] : entry) present[name] = value;
-  present["scale"] = entry.at("loss_scale");
-  present["_growth_tracker"] = entry.at("unskipped");
-  present.erase("loss_scale");
-  present.erase("unskipped");
-  return present;
+  for (const auto& [name, value] : entry) current[name] = value;
+  current["scale"] = entry.at("loss_scale");
+  current["_growth_tracker"] = entry.at("unskipped");
+  current.erase("loss_scale");
+  current.erase("unskipped");
+  return current;
 }
 
-/// Returns `value` with its tensors cast; what holds no tensors that a cast could reach is passed
-/// on as it is.
+/// Returns `value` with its tensors cast. Returns a value of a type without tensors unchanged.
 template <class T>
 decltype(auto) cast_tensors(std::optional<at::ScalarType> dtype, T&& value) {
   return map_tensors(std::forward<T>(value), [dtype](const at::Tensor& tensor) {
@@ -208,27 +205,27 @@ inline at::Tensor make_unit_scale(at::Device device) {
   return at::ones({}, at::TensorOptions().device(device).dtype(at::kFloat));
 }
 
-/// Returns the gradient of some parameter; undefined if there is none.
+/// Returns the gradient of one parameter; undefined if no parameter has one.
 inline at::Tensor find_any_gradient(const torch::optim::Optimizer& optimizer) {
-  at::Tensor found;
+  at::Tensor gradient;
   for_each_parameter(optimizer, [&](const at::Tensor& parameter) {
-    if (!found.defined()) found = parameter.mutable_grad();
+    if (!gradient.defined()) gradient = parameter.mutable_grad();
   });
-  return found;
+  return gradient;
 }
 
-/// If one of the optimizers has an inf or NaN, writes a NaN into the gradients of the others, so
-/// that their steps are skipped. Clearing the gradients clears this mark too. No host sync.
+/// If an optimizer has an inf or NaN in its gradients, writes a NaN into the gradients of the
+/// others, so that they skip their steps too. No host sync.
 inline void propagate_found_inf(const std::vector<const torch::optim::Optimizer*>& optimizers) {
   if (optimizers.size() < 2) return;
   const c10::NoGradGuard no_grad;
   std::vector<StepPlan> plans;
-  std::vector<at::Tensor> found;
+  std::vector<at::Tensor> found_infs;
   for (const auto* optimizer : optimizers) {
     const StepPlan& plan = plans.emplace_back(make_torch_plan(*optimizer));
     if (plan.params.empty()) continue;
     const std::vector<at::Tensor> gradients = dense_gradients(plan);
-    found.push_back(
+    found_infs.push_back(
         compute_grad_stats_across_devices(gradients, make_unit_scale(gradients[0].device()))
             .found_inf);
   }
@@ -237,10 +234,10 @@ inline void propagate_found_inf(const std::vector<const torch::optim::Optimizer*
       at::Tensor first = gradient_values(*param.parameter);
       if (first.numel() == 0) continue;
       while (first.dim() > 0) first = first.select(0, 0);
-      for (const at::Tensor& one : found) {
-        const at::Tensor is_bad = to_device(one, first.device()).ne(0);
+      for (const at::Tensor& found_inf : found_infs) {
+        const at::Tensor is_inf = to_device(found_inf, first.device()).ne(0);
         const double nan = std::numeric_limits<double>::quiet_NaN();
-        first.copy_(at::where(is_bad, at::full_like(first, nan), first));
+        first.copy_(at::where(is_inf, at::full_like(first, nan), first));
       }
       break;
     }
@@ -254,24 +251,26 @@ inline Amp::Amp(ModelRefs models, const OptimizerRefs& optimizers, const OptLeve
     : level_(level), enabled_(options.enabled), op_overrides_(options.op_overrides) {
   TORCH_CHECK(options.num_losses >= 1, "num_losses is ", options.num_losses,
               "; it should be at least 1");
-  TORCH_CHECK(level.uses_autocast() || op_overrides_ == nullptr, "op_overrides: the level ",
-              level.name(),
-              " casts no ops, so that op lists mean nothing there; use O1, or leave it out");
+  TORCH_CHECK(level.uses_autocast() || op_overrides_ == nullptr,
+              "op_overrides have no effect at level ", level.name(),
+              ", which does not use autocast; use O1, or leave them out");
   if (enabled_) detail::check_models_and_optimizers(models, optimizers, level);
   for (torch::optim::Optimizer* optimizer : optimizers.optimizers()) {
-    ManagedOptimizer& one =
+    ManagedOptimizer& managed =
         optimizers_.emplace_back(ManagedOptimizer{optimizer, nullptr, *optimizer});
-    if (!enabled_ || !level.master_weights() || one.wrapped.mixed_precision() != nullptr) continue;
-    one.masters = std::make_unique<MasterWeights>(*optimizer);
-    one.wrapped = OptimizerRef(*one.masters);
+    if (!enabled_ || !level.master_weights()) continue;
+    if (managed.wrapped.mixed_precision() != nullptr) continue;
+    managed.masters = std::make_unique<MasterWeights>(*optimizer);
+    managed.wrapped = OptimizerRef(*managed.masters);
   }
   for (int64_t i = 0; i < options.num_losses; ++i) {
-    GradScalerOptions rule = level.loss_scale();
-    rule.enabled = enabled_;
-    rule.allow_fp16_gradients = level.cast_model_type() == at::kHalf && !level.master_weights();
-    rule.loss_id = i;
-    LossScaler& loss = loss_scalers_.emplace_back(LossScaler{GradScaler(rule)});
-    if (options.verbosity < 1) loss.scaler.on_skip(nullptr);
+    GradScalerOptions scaler_options = level.loss_scale();
+    scaler_options.enabled = enabled_;
+    scaler_options.allow_fp16_gradients =
+        level.cast_model_type() == at::kHalf && !level.master_weights();
+    scaler_options.loss_id = i;
+    LossScaler& loss_scaler = loss_scalers_.emplace_back(LossScaler{GradScaler(scaler_options)});
+    if (options.verbosity < 1) loss_scaler.scaler.on_skip(nullptr);
   }
   unit_scaler_.on_skip(nullptr);
   if (enabled_) {
@@ -290,7 +289,7 @@ template <class Model, class... Args>
 decltype(auto) Amp::forward(Model&& model, Args&&... args) const {
   static_assert(
       std::convertible_to<Model, ModelRefs>,
-      "amp.forward(model, ...): the first argument is no model; give one that was given to "
+      "amp.forward(model, ...): the first argument is not a model; pass one that was passed to "
       "mezzo::initialize, or a module inside one");
   ForwardRegions regions;
   const auto module = detail::module_pointer(model);
@@ -298,34 +297,37 @@ decltype(auto) Amp::forward(Model&& model, Args&&... args) const {
               "amp.forward(model, ...): the model is an empty holder or a null pointer; construct "
               "it first");
   enter_autocast_regions(*module, regions);
-  const auto inputs = enabled_ ? level_.cast_model_type() : std::nullopt;
-  const auto outputs = enabled_ ? level_.cast_model_outputs() : std::nullopt;
-  const auto forward = [&]() -> decltype(auto) {
-    return module->forward(detail::cast_tensors(inputs, std::forward<Args>(args))...);
+  const auto input_dtype = enabled_ ? level_.cast_model_type() : std::nullopt;
+  const auto output_dtype = enabled_ ? level_.cast_model_outputs() : std::nullopt;
+  const auto call = [&]() -> decltype(auto) {
+    return module->forward(detail::cast_tensors(input_dtype, std::forward<Args>(args))...);
   };
-  if constexpr (detail::contains_tensors<decltype(forward())>()) {
-    return detail::cast_tensors(outputs, forward());
+  if constexpr (detail::contains_tensors<decltype(call())>()) {
+    return detail::cast_tensors(output_dtype, call());
   } else {
-    return forward();
+    return call();
   }
 }
 
-inline void Amp::enter_autocast_regions(const torch::nn::Module& wanted,
+/// Enters the regions of the model that `module` is, or is inside of.
+inline void Amp::enter_autocast_regions(const torch::nn::Module& module,
                                         ForwardRegions& regions) const {
-  const auto has_wanted = [&wanted](const detail::AmpModel& model) {
-    const auto is_wanted = [&wanted](const auto& one) { return one.get() == &wanted; };
-    return is_wanted(model.module) ||
-           std::ranges::any_of(model.module->modules(/*include_self=*/false), is_wanted);
-  };
-  const auto model = std::ranges::find_if(models_, has_wanted);
-  TORCH_CHECK(model != models_.end(), "amp.forward(model, ...): ", wanted.name(),
-              " is none of the models that were given to mezzo::initialize, nor inside one; give "
-              "all models to one call, mezzo::initialize({a, b}, ...)");
+  const auto is_module = [&module](const auto& pointer) { return pointer.get() == &module; };
+  const auto model = std::ranges::find_if(models_, [&](const detail::AmpModel& candidate) {
+    return is_module(candidate.module) ||
+           std::ranges::any_of(candidate.module->modules(/*include_self=*/false), is_module);
+  });
+  TORCH_CHECK(model != models_.end(), "amp.forward(model, ...): ", module.name(),
+              " was not passed to mezzo::initialize, and is not inside a model that was; pass all "
+              "models to one call, mezzo::initialize({a, b}, ...)");
   if (!enabled_ || !level_.uses_autocast()) return;
   for (std::size_t i = 0; i < regions.size(); ++i) {
     const c10::DeviceType device = detail::kAutocastDevices[i];
-    const auto is_there = [device](const at::Tensor& one) { return one.device().type() == device; };
-    if (!model->parameters.empty() && std::ranges::none_of(model->parameters, is_there)) continue;
+    const auto is_on_device = [device](const at::Tensor& parameter) {
+      return parameter.device().type() == device;
+    };
+    const auto& parameters = model->parameters;
+    if (!parameters.empty() && std::ranges::none_of(parameters, is_on_device)) continue;
     regions[i].emplace(detail::validated_options({.device_type = device,
                                                   .dtype = level_.precision().compute_dtype,
                                                   .op_overrides = op_overrides_}));
@@ -346,11 +348,11 @@ void Amp::scale_loss(const at::Tensor& loss, const OptimizerRefs& optimizers,
   try {
     {
       is_in_backward_ = true;
-      const auto backward_ends = c10::make_scope_exit([this] { is_in_backward_ = false; });
-      std::forward<Backward>(backward)(pass.scaled);
+      const auto reset = c10::make_scope_exit([this] { is_in_backward_ = false; });
+      std::forward<Backward>(backward)(pass.scaled_loss);
     }
     if (enabled_) post_backward(pass, options.delay_unscale);
-  } catch (...) {  // gradients that carried the same scale before stay as the pass left them
+  } catch (...) {  // gradients that were already scaled stay as backward left them
     for (std::size_t i = 0; i < pass.stashes.size(); ++i) {
       if (pass.stashes[i]) pass.optimizers[i]->loss_scaler = nullptr;
     }
@@ -360,107 +362,118 @@ void Amp::scale_loss(const at::Tensor& loss, const OptimizerRefs& optimizers,
 
 inline void Amp::check_not_in_backward(const char* call) const {
   TORCH_CHECK(!is_in_backward_, call,
-              ": called within the backward pass of a scale_loss; let that return first");
+              ": called during amp.backward or amp.scale_loss; call it after that returns");
 }
 
-inline Amp::BackwardPass Amp::prepare_backward(const at::Tensor& value,
+inline Amp::BackwardPass Amp::prepare_backward(const at::Tensor& loss,
                                                const OptimizerRefs& optimizers,
                                                const ScaleLossOptions& options) {
-  check_not_in_backward("scale_loss");
-  BackwardPass pass{&find_loss_scaler(options.loss_id), value};
-  TORCH_CHECK(value.defined(),
-              "scale_loss: loss is undefined; give the tensor that the criterion returned");
+  check_not_in_backward("backward");
+  BackwardPass pass{&find_loss_scaler(options.loss_id), loss};
+  TORCH_CHECK(loss.defined(), "backward: loss is undefined; pass the result of the criterion");
   TORCH_CHECK(!optimizers.optimizers().empty(),
-              "scale_loss: name the optimizers that the loss is for, one or several in braces");
+              "backward: no optimizer; pass those that the loss is for, one or several in braces");
   for (const auto* optimizer : optimizers.optimizers()) {
     pass.optimizers.push_back(&find_optimizer(*optimizer));
   }
   if (!enabled_) return pass;
   check_no_shared_parameters();
-  if (pass.loss->is_unscaled) unscale_gradients(*pass.loss), update_scale(*pass.loss);
-  for (const ManagedOptimizer* one : pass.optimizers) {
-    LossScaler* const other = one->loss_scaler;
-    if (other != nullptr && other != pass.loss) unscale_gradients(*other), update_scale(*other);
+  if (pass.loss_scaler->is_unscaled) {
+    unscale_gradients(*pass.loss_scaler);
+    update_scale(*pass.loss_scaler);
   }
-  const bool is_low = detail::is_low_precision(value);
-  pass.scaled = pass.loss->scaler.scale(is_low ? value.to(at::kFloat) : value);
-  for (const ManagedOptimizer* one : pass.optimizers) {
+  for (const ManagedOptimizer* optimizer : pass.optimizers) {
+    LossScaler* const other = optimizer->loss_scaler;
+    if (other == nullptr || other == pass.loss_scaler) continue;
+    unscale_gradients(*other);
+    update_scale(*other);
+  }
+  const bool is_low_precision = detail::is_low_precision(loss);
+  pass.scaled_loss = pass.loss_scaler->scaler.scale(is_low_precision ? loss.to(at::kFloat) : loss);
+  for (const ManagedOptimizer* managed : pass.optimizers) {
     auto& stash = pass.stashes.emplace_back();
-    if (one->has_pending_step && one->loss_scaler == nullptr) {
+    if (managed->has_pending_step && managed->loss_scaler == nullptr) {
       stash = std::make_unique<detail::GradientStash>(
-          detail::OptimizerDescription{"", one->optimizer->param_groups()}.parameters());
+          detail::OptimizerDescription{"", managed->optimizer->param_groups()}.parameters());
     }
   }
-  for (ManagedOptimizer* one : pass.optimizers) {  // after all that may throw
-    one->has_pending_step = true;
-    one->loss_scaler = pass.loss;
+  for (ManagedOptimizer* optimizer : pass.optimizers) {  // after everything that may throw
+    optimizer->has_pending_step = true;
+    optimizer->loss_scaler = pass.loss_scaler;
   }
   return pass;
 }
 
-/// Takes the scale off and moves it, and adds the gradients that were set aside; if `delays` is
-/// true, only where gradients were set aside. Without a delay an inf in the gradients of one
-/// optimizer counts for all optimizers of the pass, since the loss has overflowed.
-inline void Amp::post_backward(const BackwardPass& pass, bool delays) {
-  const bool has_aside = std::any_of(pass.stashes.begin(), pass.stashes.end(),
-                                     [](const auto& one) { return one != nullptr; });
-  if (delays && !has_aside) return;
-  unscale_gradients(*pass.loss);
-  if (!delays) {
+/// Unscales, updates the scale and adds the stashed gradients; with `delay_unscale` only if there
+/// are any. Without it an inf in the gradients of one optimizer counts for all optimizers of the
+/// pass, since the loss has overflowed.
+inline void Amp::post_backward(const BackwardPass& pass, bool delay_unscale) {
+  const bool has_stash =
+      std::ranges::any_of(pass.stashes, [](const auto& stash) { return stash != nullptr; });
+  if (delay_unscale && !has_stash) return;
+  unscale_gradients(*pass.loss_scaler);
+  if (!delay_unscale) {
     std::vector<const torch::optim::Optimizer*> optimizers;
-    for (const ManagedOptimizer* one : pass.optimizers) optimizers.push_back(one->optimizer);
+    for (const ManagedOptimizer* managed : pass.optimizers) {
+      optimizers.push_back(managed->optimizer);
+    }
     detail::propagate_found_inf(optimizers);
   }
-  for (const auto& one : pass.stashes) {
-    if (one) one->add_back();
+  for (const auto& stash : pass.stashes) {
+    if (stash) stash->add_back();
   }
-  update_scale(*pass.loss);
+  update_scale(*pass.loss_scaler);
 }
 
-inline void Amp::unscale_gradients(LossScaler& loss) {
-  for (ManagedOptimizer& one : optimizers_) {
-    if (one.loss_scaler != &loss) continue;
-    if (detail::find_any_gradient(*one.optimizer).defined()) {
-      loss.scaler.unscale_(one.wrapped);
-      loss.is_unscaled = true;
+inline void Amp::unscale_gradients(LossScaler& loss_scaler) {
+  for (ManagedOptimizer& managed : optimizers_) {
+    if (managed.loss_scaler != &loss_scaler) continue;
+    if (detail::find_any_gradient(*managed.optimizer).defined()) {
+      loss_scaler.scaler.unscale_(managed.wrapped);
+      loss_scaler.is_unscaled = true;
     }
-    one.loss_scaler = nullptr;
+    managed.loss_scaler = nullptr;
   }
 }
 
-inline void Amp::update_scale(LossScaler& loss) {
-  if (std::exchange(loss.is_unscaled, false)) loss.scaler.update();  // a callback may throw
+inline void Amp::update_scale(LossScaler& loss_scaler) {
+  // The flag first: an on_skip callback may throw.
+  if (std::exchange(loss_scaler.is_unscaled, false)) loss_scaler.scaler.update();
 }
 
-/// Refuses a parameter of two optimizers: each would unscale its gradient.
+/// Throws for a parameter in two optimizers, which would both unscale its gradient.
 inline void Amp::check_no_shared_parameters() const {
   if (optimizers_.size() < 2) return;
-  std::unordered_map<const c10::TensorImpl*, const torch::optim::Optimizer*> owners;
-  for (const ManagedOptimizer& one : optimizers_) {
-    detail::for_each_parameter(*one.optimizer, [&](const at::Tensor& parameter) {
-      const auto known = owners.emplace(parameter.unsafeGetTensorImpl(), one.optimizer).first;
+  std::unordered_map<const c10::TensorImpl*, const torch::optim::Optimizer*> optimizer_of;
+  for (const ManagedOptimizer& managed : optimizers_) {
+    const auto* const optimizer = managed.optimizer;
+    detail::for_each_parameter(*optimizer, [&](const at::Tensor& parameter) {
+      const auto entry = optimizer_of.emplace(parameter.unsafeGetTensorImpl(), optimizer).first;
       TORCH_CHECK(
-          known->second == one.optimizer, "scale_loss: two optimizers hold ",
-          detail::OptimizerDescription{"", one.optimizer->param_groups()}.describe(parameter),
-          ", whose gradient both would unscale and step with; give it to one of them");
+          entry->second == optimizer, "backward: two optimizers hold ",
+          detail::OptimizerDescription{"", optimizer->param_groups()}.describe_param(parameter),
+          ", and both would unscale its gradient; pass it to one of them");
     });
   }
 }
 
 inline StepResult Amp::step(torch::optim::Optimizer& optimizer, const StepOptions& options) {
   check_not_in_backward("step");
-  ManagedOptimizer& one = find_optimizer(optimizer);
-  if (!enabled_) return scaler().step(one.wrapped, options);
-  TORCH_CHECK(one.has_pending_step,
+  ManagedOptimizer& managed = find_optimizer(optimizer);
+  if (!enabled_) return scaler().step(managed.wrapped, options);
+  TORCH_CHECK(managed.has_pending_step,
               "step: no loss was scaled for this optimizer since its last step; call "
-              "amp.backward(loss, optimizer), which runs backward, before each amp.step");
-  if (LossScaler* const loss = one.loss_scaler) unscale_gradients(*loss), update_scale(*loss);
-  StepResult result = step_if_finite(one.wrapped, options);
-  one.has_pending_step = false;
+              "amp.backward(loss, optimizer) before each amp.step");
+  if (LossScaler* const loss_scaler = managed.loss_scaler) {
+    unscale_gradients(*loss_scaler);
+    update_scale(*loss_scaler);
+  }
+  StepResult result = step_if_finite(managed.wrapped, options);
+  managed.has_pending_step = false;
   return result;
 }
 
-/// Checks, clips and steps with true gradients.
+/// Checks, clips and steps with unscaled gradients.
 inline StepResult Amp::step_if_finite(OptimizerRef optimizer, const StepOptions& options) {
   const at::Tensor gradient = detail::find_any_gradient(optimizer.optimizer());
   if (!gradient.defined()) return StepResult({.applied = true, .step_return = optimizer.step()});
@@ -475,10 +488,10 @@ inline StepResult Amp::step_if_finite(OptimizerRef optimizer, const StepOptions&
 
 inline void Amp::zero_grad(torch::optim::Optimizer& optimizer, bool set_to_none) {
   check_not_in_backward("zero_grad");
-  ManagedOptimizer& one = find_optimizer(optimizer);
+  ManagedOptimizer& managed = find_optimizer(optimizer);
   optimizer.zero_grad(set_to_none);
-  one.has_pending_step = false;
-  one.loss_scaler = nullptr;
+  managed.has_pending_step = false;
+  managed.loss_scaler = nullptr;
 }
 
 inline std::vector<at::Tensor> Amp::master_params(torch::optim::Optimizer& optimizer) {
@@ -489,16 +502,17 @@ inline OptimizerRef& Amp::wrapped_optimizer(torch::optim::Optimizer& optimizer) 
   return find_optimizer(optimizer).wrapped;
 }
 
-/// Returns the entry of an optimizer, after masters have been made for new groups.
+/// Returns the entry of an optimizer. First creates the masters of new param groups.
 inline Amp::ManagedOptimizer& Amp::find_optimizer(const torch::optim::Optimizer& optimizer) {
   ManagedOptimizer* found = nullptr;
-  for (ManagedOptimizer& one : optimizers_) {
-    const bool keeps_masters = enabled_ && level_.master_weights() && one.masters == nullptr;
-    if (keeps_masters) one.wrapped.mixed_precision()->enable_master_weights();
-    if (one.optimizer == &optimizer) found = &one;
+  for (ManagedOptimizer& managed : optimizers_) {
+    if (enabled_ && level_.master_weights() && managed.masters == nullptr) {
+      managed.wrapped.mixed_precision()->enable_master_weights();
+    }
+    if (managed.optimizer == &optimizer) found = &managed;
   }
   TORCH_CHECK(found != nullptr,
-              "optimizer: it was not given to mezzo::initialize; name the object that was");
+              "optimizer: it was not passed to mezzo::initialize; pass the object that was");
   return *found;
 }
 
@@ -512,25 +526,24 @@ inline Amp::LossScaler& Amp::find_loss_scaler(int64_t loss_id) {
 // --- State ---------------------------------------------------------------------------------------
 
 inline void Amp::check_no_pending_step(const char* call) const {
-  const bool is_outstanding =
-      std::any_of(optimizers_.begin(), optimizers_.end(),
-                  [](const ManagedOptimizer& one) { return one.has_pending_step; });
-  TORCH_CHECK(!is_outstanding, call,
+  const bool is_pending = std::ranges::any_of(
+      optimizers_, [](const ManagedOptimizer& managed) { return managed.has_pending_step; });
+  TORCH_CHECK(!is_pending, call,
               ": a loss was scaled for an optimizer that has not stepped yet; call it after "
-              "amp.step, or amp.zero_grad to give the gradients up");
+              "amp.step, or amp.zero_grad to discard the gradients");
 }
 
 inline Amp::StateDict Amp::state_dict() const {
   check_no_pending_step("state_dict");
-  StateDict all;
-  if (!enabled_) return all;
+  StateDict state;
+  if (!enabled_) return state;
   for (std::size_t i = 0; i < loss_scalers_.size(); ++i) {
     GradScaler::StateDict entry = loss_scalers_[i].scaler.state_dict();
     entry["loss_scale"] = entry.at("scale");
     entry["unskipped"] = entry.at("_growth_tracker");
-    all[detail::make_loss_scaler_key(i)] = std::move(entry);
+    state[detail::make_loss_scaler_key(i)] = std::move(entry);
   }
-  return all;
+  return state;
 }
 
 inline void Amp::check_state_dict(const StateDict& state) const {
@@ -538,11 +551,11 @@ inline void Amp::check_state_dict(const StateDict& state) const {
   check_no_pending_step("load_state_dict");
   TORCH_CHECK(state.size() == loss_scalers_.size(), "load_state_dict: state_dict contains ",
               state.size(), " entries, while ", loss_scalers_.size(),
-              " loss_scalers are used; give mezzo::initialize the num_losses that was saved");
+              " loss_scalers are used; pass the saved num_losses to mezzo::initialize");
   for (std::size_t i = 0; i < loss_scalers_.size(); ++i) {
     const std::string key = detail::make_loss_scaler_key(i);
-    TORCH_CHECK(state.count(key) == 1, "load_state_dict: the state lacks \"", key,
-                "\"; it should be what Amp::state_dict or Apex's amp.state_dict returned");
+    TORCH_CHECK(state.count(key) == 1, "load_state_dict: missing key \"", key,
+                "\"; pass the result of Amp::state_dict or Apex's amp.state_dict");
     const GradScaler& scaler = loss_scalers_[i].scaler;
     GradScaler(scaler.options())
         .load_state_dict(detail::make_scaler_state(key, state.at(key), scaler.state_dict()));
