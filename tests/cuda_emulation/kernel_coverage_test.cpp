@@ -16,7 +16,7 @@ namespace {
 
 std::set<std::string> kernels_in_sources() {
   std::set<std::string> names;
-  const std::regex kernel("__global__ void(?:\\s+__launch_bounds__\\([\\w, ]+\\))?\\s+(\\w+)\\(");
+  const std::regex kernel("__global__ void(?:\\s+__launch_bounds__\\([\\w,\\s]+\\))?\\s+(\\w+)\\(");
   for (const auto& entry : std::filesystem::directory_iterator(MEZZO_CUDA_SOURCES)) {
     std::ostringstream text;
     text << std::ifstream(entry.path()).rdbuf();

@@ -172,7 +172,7 @@ TEST_P(StochasticRoundingKernel, MatchesReferenceBitwise) {
 INSTANTIATE_TEST_SUITE_P(AllInstructionSets, StochasticRoundingKernel,
                          testing::Values(CpuIsa::scalar, CpuIsa::vector128, CpuIsa::avx2,
                                          CpuIsa::avx512),
-                         [](const auto& test) { return name_of(test.param); });
+                         [](const auto& test) { return isa_name(test.param); });
 
 class ThreadCountGuard {
  public:
