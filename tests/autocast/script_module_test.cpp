@@ -194,8 +194,7 @@ TEST(ScriptModule, ThrowsForAutocastRegionInScript) {
       [&] {
         net(torch::ones({2, 2}));
       },
-      testing::ThrowsMessage<c10::Error>(
-          testing::HasSubstr("opens a torch.autocast region in its forward")));
+      testing::ThrowsMessage<c10::Error>(testing::HasSubstr("forward enters torch.autocast")));
 }
 
 // The files are what tests/autocast/data/forks.py writes.
@@ -226,12 +225,13 @@ TEST(ScriptModule, ThrowsForOpsOutsideInterpreter) {
     const mezzo::AutocastGuard<torch::kCPU> autocast;
     return test_support::message_of([&] { net(torch::ones({2, 8})); });
   };
-  EXPECT_THAT(refused("many_forks.pt"),
-              testing::AllOf(testing::HasSubstr("the result of a torch.jit.fork is kept in a list"),
-                             testing::HasSubstr("wait for each fork by its name")));
+  EXPECT_THAT(
+      refused("many_forks.pt"),
+      testing::AllOf(testing::HasSubstr("the future of a torch.jit.fork is stored in a list"),
+                     testing::HasSubstr("call torch.jit.wait on each future directly")));
   EXPECT_THAT(refused("interface.pt"),
               testing::AllOf(testing::HasSubstr("calls a method of an interface"),
-                             testing::HasSubstr("declare the submodule with its class")));
+                             testing::HasSubstr("annotate the submodule with its class")));
 }
 
 TEST(AutocastModule, RunsTorchScriptInAnyThread) {
