@@ -1,6 +1,6 @@
 /// \file
-/// TorchScript as a torch::nn::Module, for programs that train exported models from C++. No other
-/// header of mezzo's includes this one or knows of TorchScript.
+/// ScriptModule: a TorchScript model as a torch::nn::Module, for training exported models from C++.
+/// No other header includes this one.
 #pragma once
 
 #include <mezzo/base/version.h>
@@ -36,14 +36,13 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// Returns the first node of `block`, and of the blocks in it, for which `is_meant(node)` holds;
-/// null if there is none.
-template <class IsMeant>
-const torch::jit::Node* find_node(const torch::jit::Block& block, const IsMeant& is_meant) {
+/// Returns the first node of `block`, and of nested blocks, with `predicate(node)`, or null.
+template <class Predicate>
+const torch::jit::Node* find_node(const torch::jit::Block& block, const Predicate& predicate) {
   for (const torch::jit::Node* const node : block.nodes()) {
-    if (is_meant(*node)) return node;
+    if (predicate(*node)) return node;
     for (const torch::jit::Block* const inner : node->blocks()) {
-      if (const auto* const found = find_node(*inner, is_meant)) return found;
+      if (const auto* const found = find_node(*inner, predicate)) return found;
     }
   }
   return nullptr;
@@ -53,8 +52,8 @@ inline bool is_fork(const torch::jit::Node& node) {
   return node.kind() == c10::prim::fork || node.kind() == c10::prim::awaitable;
 }
 
-/// What libtorch would run by executors of their own, which write casts by other op lists.
-inline bool is_run_elsewhere(const torch::jit::Node& node) {
+/// Returns whether libtorch would run this node in another executor, with its own op lists.
+inline bool runs_in_other_executor(const torch::jit::Node& node) {
   if (node.kind() == c10::prim::CallMethod || node.kind() == c10::prim::CallFunction) return true;
   if (!is_fork(node)) return false;
   const auto& uses = node.output()->uses();
@@ -63,48 +62,48 @@ inline bool is_run_elsewhere(const torch::jit::Node& node) {
                      [](const auto& use) { return use.user->kind() != c10::aten::wait; });
 }
 
-/// Whether a `with` statement enters an autocast region.
-inline bool opens_autocast(const torch::jit::Node& node) {
+/// Returns whether a `with` statement enters an autocast region.
+inline bool enters_autocast(const torch::jit::Node& node) {
   return node.kind() == c10::prim::Enter &&
          node.input(0)->type()->str().find("autocast") != std::string::npos;
 }
 
-/// Returns the graph of `forward`, with its calls and forks inlined and without autocast's casts.
-/// \throws c10::Error for forks and calls that cannot be inlined, and for a region of autocast
+/// Returns the graph of `forward` with calls and forks inlined, and without autocast's casts.
+/// \throws c10::Error for forks and calls that cannot be inlined, and for an autocast region
 inline std::shared_ptr<torch::jit::Graph> inlined_forward(const torch::jit::Module& script) {
-  // Under autocast libtorch would write casts into the graph, and keep that graph.
+  // Under autocast libtorch would insert casts into the graph, and cache it.
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const torch::jit::Method forward = script.get_method("forward");
   auto graph = torch::jit::toGraphFunction(forward.function()).optimized_graph()->copy();
   const torch::jit::Block& block = *graph->block();
   torch::jit::Inline(*graph);
   while (find_node(block, is_fork) != nullptr) {  // again for a fork in a fork
-    const torch::jit::Node* const lost =
-        find_node(block, [](const auto& node) { return is_fork(node) && is_run_elsewhere(node); });
-    TORCH_CHECK(lost == nullptr,
-                "ScriptModule: the result of a torch.jit.fork is kept in a list or passed on, so "
-                "that libtorch runs the fork by op lists of its own; wait for each fork by its "
-                "name, or call the functions one after the other: ",
-                lost->sourceRange().str());
+    const torch::jit::Node* const fork = find_node(
+        block, [](const auto& node) { return is_fork(node) && runs_in_other_executor(node); });
+    TORCH_CHECK(
+        fork == nullptr,
+        "ScriptModule: the result of a torch.jit.fork is stored in a list or passed on, and "
+        "libtorch would run it with its own op lists; wait for each fork by its name, or "
+        "call the functions one after the other: ",
+        fork->sourceRange().str());
     torch::jit::InlineForkWait(graph);
     torch::jit::Inline(*graph);
   }
-  const torch::jit::Node* const call = find_node(block, is_run_elsewhere);
+  const torch::jit::Node* const call = find_node(block, runs_in_other_executor);
   TORCH_CHECK(call == nullptr,
-              "ScriptModule: forward calls a method of an interface, which libtorch runs by op "
-              "lists of its own; declare the submodule with its class, not with the interface: ",
+              "ScriptModule: forward calls a method of an interface, which libtorch would run with "
+              "its own op lists; declare the submodule with its class instead of the interface: ",
               call->sourceRange().str());
-  const torch::jit::Node* const region = find_node(block, opens_autocast);
-  TORCH_CHECK(
-      region == nullptr,
-      "ScriptModule: this script opens a torch.autocast region in its forward, which means "
-      "nothing when its ops run one by one; save it without, and use mezzo::AutocastGuard and "
-      "op overrides, or call it outside of autocast: ",
-      region->sourceRange().str());
+  const torch::jit::Node* const region = find_node(block, enters_autocast);
+  TORCH_CHECK(region == nullptr,
+              "ScriptModule: the script enters torch.autocast in its forward, which has no effect "
+              "on ops that are interpreted; save it without, and use mezzo::AutocastGuard and op "
+              "overrides, or call it outside autocast: ",
+              region->sourceRange().str());
   return graph;
 }
 
-/// Returns the arguments of a call as IValues; one vector of IValues is the arguments themselves.
+/// Returns the arguments of a call as IValues. A single vector of IValues is returned unchanged.
 template <class... Args>
 std::vector<c10::IValue> script_arguments(Args&&... args) {
   if constexpr (sizeof...(Args) == 1 &&
@@ -117,7 +116,7 @@ std::vector<c10::IValue> script_arguments(Args&&... args) {
 
 }  // namespace detail
 
-/// The module that a ScriptModule holds.
+/// The module in a ScriptModule.
 class ScriptModuleImpl : public torch::nn::Module {
  public:
   /// Registers the parameters, buffers and children of `script`.
@@ -136,8 +135,8 @@ class ScriptModuleImpl : public torch::nn::Module {
   }
 
   /// Runs the script's `forward`. Arguments: tensors, numbers, lists, or one vector of IValues.
-  /// Under autocast each op is cast as in a model written in C++: libtorch's graph optimizer, which
-  /// has op lists of its own, is not used.
+  /// Under autocast casts each op as in a model written in C++; libtorch's graph optimizer, which
+  /// has its own op lists, is not used.
   template <class... Args>
   c10::IValue forward(Args&&... args) {
     std::vector<c10::IValue> arguments = detail::script_arguments(std::forward<Args>(args)...);
@@ -150,17 +149,16 @@ class ScriptModuleImpl : public torch::nn::Module {
     return result;
   }
 
-  /// Copies the values of buffers that the script has replaced (`self.mean = ...` in its forward)
-  /// into the registered buffers, and puts the registered buffers back into the script. A
-  /// replacement that requires grad is left alone. Running, saving, loading and moving through this
-  /// class all call this.
+  /// Copies buffers that the script replaced (`self.mean = ...` in its forward) into the registered
+  /// buffers, and restores the registered buffers in the script. Ignores a replacement that
+  /// requires grad. Called by forward, save, load and to of this class.
   void settle_buffers() const {
     const c10::NoGradGuard no_grad;
     for (auto& item : named_buffers(/*recurse=*/false)) {
-      const at::Tensor present = script_._ivalue()->getAttr(item.key()).toTensor();
-      if (present.is_same(item.value()) || present.requires_grad()) continue;
-      if (present.is_inference() != item.value().is_inference()) continue;
-      item.value().set_data(present);
+      const at::Tensor current = script_._ivalue()->getAttr(item.key()).toTensor();
+      if (current.is_same(item.value()) || current.requires_grad()) continue;
+      if (current.is_inference() != item.value().is_inference()) continue;
+      item.value().set_data(current);
       script_._ivalue()->setAttr(item.key(), item.value());
     }
     for (const auto& child : scripts_) child->settle_buffers();
@@ -181,12 +179,12 @@ class ScriptModuleImpl : public torch::nn::Module {
     }
     return std::make_shared<ScriptModuleImpl>(copy);
   }
-  /// Writes parameters and buffers, with the values that the script has given its buffers.
+  /// Saves parameters and buffers.
   void save(torch::serialize::OutputArchive& archive) const override {
     settle_buffers();  // the script may have replaced buffers
     torch::nn::Module::save(archive);
   }
-  /// Reads parameters and buffers, also into the script.
+  /// Loads parameters and buffers, which the script shares.
   void load(torch::serialize::InputArchive& archive) override {
     settle_buffers();
     torch::nn::Module::load(archive);
@@ -206,26 +204,25 @@ class ScriptModuleImpl : public torch::nn::Module {
     settle_buffers();
     torch::nn::Module::to(device, non_blocking);
   }
-  /// Sets training or evaluation mode, in the script too.
+  /// Sets training or evaluation mode, also of the script.
   void train(bool on = true) override {
     torch::nn::Module::train(on);
     script_.train(on);
   }
-  /// Returns the script's own mode; true for a script without one.
+  /// Returns the script's mode; true for a script without one.
   bool is_training() const noexcept override {
     return !script_.hasattr("training") || script_.is_training();
   }
-  /// Writes the script's class name.
+  /// Prints the script's class name.
   void pretty_print(std::ostream& stream) const override {
     stream << "mezzo::ScriptModule(" << script_.type()->repr_str() << ")";
   }
 
  private:
-  /// Runs `forward` op by op through the dispatcher, as a model written in C++ runs.
-  ///
-  /// libtorch's executor does not, under autocast: it writes casts into the graph by op lists of
-  /// its own, with the dtype of the first call, and keeps that graph. Edits to the op lists then
-  /// have no effect, and backward throws after a call in another dtype.
+  /// Interprets `forward` op by op through the dispatcher, as a model written in C++ runs.
+  /// libtorch's executor would insert casts into the graph by its own op lists, with the dtype of
+  /// the first call, and cache it: op overrides would have no effect, and backward would throw
+  /// after a call in another dtype.
   c10::IValue interpret(std::vector<c10::IValue> arguments) {
     std::call_once(is_compiled_, [this] {
       code_ = torch::jit::Code(detail::inlined_forward(script_), "forward");
@@ -238,9 +235,9 @@ class ScriptModuleImpl : public torch::nn::Module {
   }
 
   torch::jit::Module script_;
-  std::vector<std::shared_ptr<ScriptModuleImpl>> scripts_;  // its children
+  std::vector<std::shared_ptr<ScriptModuleImpl>> scripts_;  // children
   std::once_flag is_compiled_;
-  torch::jit::Code code_;  // forward, with its calls of children inlined
+  torch::jit::Code code_;  // forward, with calls of children inlined
 };
 
 /// A TorchScript model with the interface of a torch::nn::Module:
@@ -249,24 +246,24 @@ class ScriptModuleImpl : public torch::nn::Module {
 ///     mezzo::optim::AdamW optimizer(net->parameters(), 2e-5);
 ///     const auto logits = net(ids, mask).toTensor();
 ///
-/// Parameters, buffers and children are the script's own, under its names, not copies: `to`,
-/// `train`, loading and optimizers act on both. Under autocast call the ScriptModule, not the
-/// script: `script.forward` follows libtorch's op lists for TorchScript (docs/guide.md).
-/// Make one and keep it: AutocastModule, initialize, DistributedDataParallel and TrainingState take
-/// it as any module, and every call that makes another walks the whole script.
+/// Parameters, buffers and children are the script's, under its names, not copies: `to`, `train`,
+/// loading and optimizers act on both. Under autocast call the ScriptModule, not the script:
+/// `script.forward` follows libtorch's op lists for TorchScript (docs/guide.md). Construct it once:
+/// AutocastModule, initialize, DistributedDataParallel and TrainingState accept it as any module,
+/// and each conversion walks the whole script.
 ///
-/// Only parameters that require grad are trained; torch::jit::load restores that flag from the
-/// file. A frozen model (torch::jit::freeze) has no parameters. Parameters that are registered
-/// later, or replaced with `setattr`, are not tracked.
+/// Only parameters that require grad are trained; torch::jit::load restores that flag. A frozen
+/// model (torch::jit::freeze) has no parameters. Parameters registered later, or replaced with
+/// `setattr`, are not tracked.
 class ScriptModule : public torch::nn::ModuleHolder<ScriptModuleImpl> {
  public:
-  /// Wraps `script`, whose parameters are then shared.
+  /// Wraps `script`, and shares its parameters.
   ScriptModule(torch::jit::Module script)
       : ScriptModule(std::make_shared<ScriptModuleImpl>(std::move(script))) {}
-  /// Holds `module`, shared with its other holders.
+  /// Shares `module`.
   ScriptModule(std::shared_ptr<ScriptModuleImpl> module)
       : torch::nn::ModuleHolder<ScriptModuleImpl>(std::move(module)) {}
-  /// An empty holder, as `torch::nn::Linear(nullptr)` is.
+  /// Makes an empty holder, as `torch::nn::Linear(nullptr)` does.
   ScriptModule(std::nullptr_t) : torch::nn::ModuleHolder<ScriptModuleImpl>(nullptr) {}
 
   /// Runs the script's `forward`. Arguments: tensors, numbers, lists, or one vector of IValues.
