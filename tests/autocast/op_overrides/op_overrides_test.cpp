@@ -342,7 +342,7 @@ TEST(OpOverridesText, ReadsFileAndReportsMissingOne) {
   EXPECT_THAT(message_of([&] { return OpOverrides::from_file(path); }),
               HasSubstr("cannot be opened"));
   EXPECT_THAT(message_of([&] { return OpOverrides::from_file(testing::TempDir()); }),
-              HasSubstr("is it a folder, or the disk damaged?"));
+              HasSubstr("is it a directory, or the disk damaged?"));
 }
 
 torch::Tensor scaled_product(const torch::Tensor& a, const torch::Tensor& b) { return a * b * 2; }

@@ -263,16 +263,16 @@ TEST(AmpBackward, InfInOneOptimizerSkipsAllOfLoss) {
     for (const bool delays : {false, true}) {
       Pair pair(level);
       const auto steps = [&] {
-        return std::pair(pair.amp.step(pair.of_first).applied(),
-                         pair.amp.step(pair.of_second).applied());
+        return std::pair(pair.amp.step(pair.first_optimizer).applied(),
+                         pair.amp.step(pair.second_optimizer).applied());
       };
       if (delays) pair.pass_for_both(0.25, 0.25, /*delays=*/true);
       pair.pass_for_both(kInfinity, 0.25);
       EXPECT_EQ(steps(), std::pair(false, false)) << level.name() << delays;
       EXPECT_EQ(weight_of(pair.second), 1.0F);
       EXPECT_EQ(pair.amp.scaler().get_scale(), kScale / 2) << "lowered once";
-      pair.of_first.zero_grad();
-      pair.of_second.zero_grad();
+      pair.first_optimizer.zero_grad();
+      pair.second_optimizer.zero_grad();
       pair.pass_for_both(0.25, 0.25);
       EXPECT_EQ(steps(), std::pair(true, true)) << level.name() << delays;
       EXPECT_EQ(weight_of(pair.second), 0.75F);
@@ -283,17 +283,17 @@ TEST(AmpBackward, InfInOneOptimizerSkipsAllOfLoss) {
 TEST(AmpBackward, OptimizerStepsAfterScaleUpdate) {
   Pair pair;
   pair.pass_for_both(0.25, 0.25);
-  pair.amp.step(pair.of_first);
-  pair.of_first.zero_grad();
-  pair.amp.backward(pair.amp.forward(pair.first, filled(0.25)), pair.of_first);
-  pair.amp.step(pair.of_first);
+  pair.amp.step(pair.first_optimizer);
+  pair.first_optimizer.zero_grad();
+  pair.amp.backward(pair.amp.forward(pair.first, filled(0.25)), pair.first_optimizer);
+  pair.amp.step(pair.first_optimizer);
   EXPECT_THAT([&] { (void)pair.amp.state_dict(); },
               ThrowsMessage<c10::Error>(HasSubstr("has not stepped yet")));
-  EXPECT_TRUE(pair.amp.step(pair.of_second).applied());
+  EXPECT_TRUE(pair.amp.step(pair.second_optimizer).applied());
   EXPECT_EQ(pair.clean_iterations(), 2);
-  pair.of_second.zero_grad();
-  pair.amp.backward(pair.amp.forward(pair.second, filled(0.5)), pair.of_second);
-  EXPECT_TRUE(pair.amp.step(pair.of_second).applied());
+  pair.second_optimizer.zero_grad();
+  pair.amp.backward(pair.amp.forward(pair.second, filled(0.5)), pair.second_optimizer);
+  EXPECT_TRUE(pair.amp.step(pair.second_optimizer).applied());
   EXPECT_EQ(weight_of(pair.second), 0.25F);
   EXPECT_EQ(pair.clean_iterations(), 3);
 }
