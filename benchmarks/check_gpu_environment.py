@@ -1,46 +1,44 @@
 #!/usr/bin/env python3
-"""Checks this machine for ./bootstrap gpu, before anything is downloaded or built: GPU, driver, nvcc and libtorch.
+"""Checks GPU, driver, nvcc and libtorch for ./bootstrap gpu, before the download and the build.
 
     check_gpu_environment.py LIBTORCH
 
-LIBTORCH is a libtorch's folder, or the word `wheel` for the one that is to be downloaded, with an nvcc that fits it.
-Prints the compute capability to compile for, that of the first GPU. Ends with 1 where something does not fit, and says
-what to do.
+LIBTORCH is the directory of a libtorch, or `wheel` for the one that will be downloaded, with a matching nvcc.
+Prints the compute capability of the first GPU. Exits with 1 and a remedy if a version does not match.
 """
 import pathlib
 import re
 import subprocess
 import sys
 
-# The oldest driver for programs of a CUDA version, by its major number: "Minor version compatibility" in NVIDIA's CUDA
+# The oldest driver for each major version of CUDA: "Minor version compatibility" in NVIDIA's CUDA
 # compatibility guide, https://docs.nvidia.com/deploy/cuda-compatibility.
 OLDEST_DRIVER = {12: "525.60", 13: "580"}
-
 
 REQUIREMENTS = pathlib.Path(__file__).resolve().parent.parent / "bootstrap-requirements.txt"
 
 
-class Misfit(Exception):
-    """What does not fit, and what to do."""
+class VersionMismatch(Exception):
+    """What does not match, and the remedy."""
 
 
 def output_of(*command):
-    """Returns what a command prints; empty where it is missing or fails."""
+    """Returns the output of a command; empty if it does not exist or fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
         return ""
 
 
-def gpus_of(said):
-    """Returns [{"gpu", "driver", "compute_capability"}] of what nvidia-smi prints."""
+def parse_gpus(output):
+    """Parses the output of nvidia-smi into [{"gpu", "driver", "compute_capability"}]."""
     keys = ("gpu", "driver", "compute_capability")
-    rows = [[field.strip() for field in line.split(",")] for line in said.splitlines() if line.count(",") == 2]
+    rows = [[field.strip() for field in line.split(",")] for line in output.splitlines() if line.count(",") == 2]
     return [dict(zip(keys, row)) for row in rows]
 
 
 def gpus():
-    return gpus_of(output_of("nvidia-smi", "--query-gpu=name,driver_version,compute_cap", "--format=csv,noheader"))
+    return parse_gpus(output_of("nvidia-smi", "--query-gpu=name,driver_version,compute_cap", "--format=csv,noheader"))
 
 
 def numbers(version):
@@ -48,44 +46,44 @@ def numbers(version):
 
 
 def cuda_of(libtorch):
-    """Returns the major number of the CUDA version that a libtorch was built with."""
+    """Returns the major CUDA version that a libtorch was built with."""
     if libtorch == "wheel":
         return int(re.search(r"^nvidia-cuda-runtime==(\d+)", REQUIREMENTS.read_text(), re.MULTILINE)[1])
     folder = pathlib.Path(libtorch)
     library = folder / "lib" / "libtorch_cuda.so"
     if not library.exists():
-        raise Misfit(f"{folder} is a libtorch without CUDA (no lib/libtorch_cuda.so): set Torch_DIR to one with CUDA, or "
-                     "unset it, and one is downloaded")
+        raise VersionMismatch(f"{folder} is a libtorch without CUDA (no lib/libtorch_cuda.so): set Torch_DIR to one with CUDA, or "
+                     "unset it to download one")
     found = re.search(r"libcudart\.so\.(\d+)", output_of("readelf", "-d", str(library)))
     if not found:
-        raise Misfit(f"{library} does not say which CUDA it needs (readelf -d prints no libcudart.so.N)")
+        raise VersionMismatch(f"{library} has no dependency libcudart.so.N (readelf -d)")
     return int(found[1])
 
 
-def nvcc_major(said):
-    """Returns the major number that `nvcc --version` prints."""
-    found = re.search(r"release (\d+)\.", said)
+def nvcc_major(output):
+    """Parses the major version in the output of `nvcc --version`."""
+    found = re.search(r"release (\d+)\.", output)
     if not found:
-        raise Misfit("nvcc --version prints no release: put the folder of a working nvcc first on PATH")
+        raise VersionMismatch("nvcc --version prints no release: put the directory of a working nvcc first on PATH")
     return int(found[1])
 
 
-def check(found, libtorch, nvcc_says):
-    """Returns the compute capability of the first GPU, or raises Misfit."""
+def check(found, libtorch, nvcc_output):
+    """Returns the compute capability of the first GPU, or raises VersionMismatch."""
     if not found:
-        raise Misfit("nvidia-smi names no GPU")
+        raise VersionMismatch("nvidia-smi lists no GPU")
     gpu = found[0]
     if not re.fullmatch(r"\d+\.\d+", gpu["compute_capability"]):
-        raise Misfit(f"nvidia-smi gives no compute capability for {gpu['gpu']} (\"{gpu['compute_capability']}\"): its driver "
+        raise VersionMismatch(f"nvidia-smi reports no compute capability for {gpu['gpu']} (\"{gpu['compute_capability']}\"): its driver "
                      "is too old")
     cuda = cuda_of(libtorch)
     oldest = OLDEST_DRIVER.get(cuda)
     if oldest and numbers(gpu["driver"]) < numbers(oldest):
-        raise Misfit(f"the driver {gpu['driver']} is older than {oldest}, which libtorch for CUDA {cuda} needs: update the "
+        raise VersionMismatch(f"the driver {gpu['driver']} is older than {oldest}, which libtorch for CUDA {cuda} needs: update the "
                      "driver, or set Torch_DIR to a libtorch for an older CUDA")
-    nvcc = cuda if libtorch == "wheel" else nvcc_major(nvcc_says)
+    nvcc = cuda if libtorch == "wheel" else nvcc_major(nvcc_output)
     if nvcc != cuda:
-        raise Misfit(f"nvcc is of CUDA {nvcc}, and libtorch of CUDA {cuda}: put the folder of an nvcc {cuda} first on PATH, "
+        raise VersionMismatch(f"nvcc has CUDA {nvcc}, libtorch has CUDA {cuda}: put the directory of an nvcc {cuda} first on PATH, "
                      f"or set Torch_DIR to a libtorch for CUDA {nvcc}")
     return gpu["compute_capability"]
 
@@ -93,8 +91,8 @@ def check(found, libtorch, nvcc_says):
 def main():
     try:
         print(check(gpus(), sys.argv[1], output_of("nvcc", "--version")))
-    except Misfit as misfit:
-        sys.exit(f"check_gpu_environment.py: {misfit}")
+    except VersionMismatch as mismatch:
+        sys.exit(f"check_gpu_environment.py: {mismatch}")
 
 
 if __name__ == "__main__":

@@ -12,11 +12,11 @@ namespace bench {
 
 class CountingAllocator;
 
-/// Puts itself in the place of libtorch's CPU allocator at the first call: make that before any
-/// tensor. Outlives every tensor.
+/// Replaces libtorch's CPU allocator at the first call, which must precede all tensors. Never
+/// destroyed.
 CountingAllocator& counting_allocator();
 
-/// libtorch's CPU allocator, and the bytes that it has given out.
+/// Wraps libtorch's CPU allocator, and counts the allocated bytes.
 class CountingAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(std::size_t size) override {
@@ -25,19 +25,19 @@ class CountingAllocator final : public c10::Allocator {
     if (data != nullptr) sizes_[data] = static_cast<int64_t>(size);
     in_use_ += static_cast<int64_t>(size);
     peak_ = std::max(peak_, in_use_);
-    return {data, data, &release, at::kCPU};
+    return {data, data, &deallocate, at::kCPU};
   }
   void copy_data(void* target, const void* source, std::size_t size) const override {
     default_copy_data(target, source, size);
   }
-  c10::DeleterFnPtr raw_deleter() const override { return &release; }
+  c10::DeleterFnPtr raw_deleter() const override { return &deallocate; }
 
   int64_t in_use() const { return in_use_; }
   int64_t peak() const { return peak_; }
-  void forget_peak() { peak_ = in_use_; }
+  void reset_peak() { peak_ = in_use_; }
 
  private:
-  static void release(void* data) {
+  static void deallocate(void* data) {
     if (data == nullptr) return;
     CountingAllocator& self = counting_allocator();
     {

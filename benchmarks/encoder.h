@@ -22,7 +22,7 @@ struct EncoderSizes {
 
 struct LayerImpl : torch::nn::Module {
   int64_t heads;
-  torch::nn::Linear query, key, value, mix, up, down;
+  torch::nn::Linear query, key, value, project, up, down;
   torch::nn::LayerNorm first, second;
 
   explicit LayerImpl(const EncoderSizes& sizes)
@@ -30,14 +30,14 @@ struct LayerImpl : torch::nn::Module {
         query(sizes.width, sizes.width),
         key(sizes.width, sizes.width),
         value(sizes.width, sizes.width),
-        mix(sizes.width, sizes.width),
+        project(sizes.width, sizes.width),
         up(sizes.width, 4 * sizes.width),
         down(4 * sizes.width, sizes.width),
         first(torch::nn::LayerNormOptions({sizes.width})),
         second(torch::nn::LayerNormOptions({sizes.width})) {
     int i = 0;
-    for (auto& each : {query, key, value, mix, up, down}) {
-      register_module("linear" + std::to_string(i++), each);
+    for (auto& linear : {query, key, value, project, up, down}) {
+      register_module("linear" + std::to_string(i++), linear);
     }
     register_module("first", first);
     register_module("second", second);
@@ -49,7 +49,7 @@ struct LayerImpl : torch::nn::Module {
     };
     const auto attended =
         torch::scaled_dot_product_attention(split(query(x)), split(key(x)), split(value(x)));
-    const auto h = first(x + mix(attended.transpose(1, 2).flatten(2)));
+    const auto h = first(x + project(attended.transpose(1, 2).flatten(2)));
     return second(h + down(torch::gelu(up(h))));
   }
 };
@@ -73,11 +73,11 @@ struct EncoderImpl : torch::nn::Module {
   }
 
   void freeze(int first_layers) {
-    for (auto& each : words->parameters()) each.set_requires_grad(false);
-    for (auto& each : positions->parameters()) each.set_requires_grad(false);
+    for (auto& parameter : words->parameters()) parameter.set_requires_grad(false);
+    for (auto& parameter : positions->parameters()) parameter.set_requires_grad(false);
     for (int i = 0; i < first_layers; ++i) {
-      for (auto& each : layers[static_cast<std::size_t>(i)]->parameters()) {
-        each.set_requires_grad(false);
+      for (auto& parameter : layers[static_cast<std::size_t>(i)]->parameters()) {
+        parameter.set_requires_grad(false);
       }
     }
   }

@@ -10,64 +10,68 @@
 #include <utility>
 #include <vector>
 
-/// Peers timed in turns, so that a machine that slows down meanwhile slows all of them down; ratios
-/// are medians of the rounds' own ratios.
+/// Times several candidates in turns, so that changes of the machine's speed affect all of them.
+/// Ratios are medians over the rounds.
 class Interleaved {
  public:
-  struct Peer {
+  struct Candidate {
     std::string name;
     std::function<void()> prepare;  ///< not timed
     std::function<void()> work;
     std::vector<double> milliseconds;
   };
 
-  /// On a machine that others use too, work on one thread is better timed by that thread's own
-  /// clock.
+  /// On a shared machine, single-threaded work is timed more accurately by the thread's clock.
   explicit Interleaved(bool by_thread_clock) : by_thread_clock_(by_thread_clock) {}
 
   void add(
       std::string name, std::function<void()> work, std::function<void()> prepare = [] {}) {
-    peers_.push_back({std::move(name), std::move(prepare), std::move(work), {}});
+    candidates_.push_back({std::move(name), std::move(prepare), std::move(work), {}});
   }
 
   void run(int rounds) {
-    for (int round = -1; round < rounds; ++round) {  // the first warms up
-      for (Peer& peer : peers_) {
-        peer.prepare();
+    for (int round = -1; round < rounds; ++round) {  // the first round is a warm-up
+      for (Candidate& candidate : candidates_) {
+        candidate.prepare();
         const double start = now();
-        peer.work();
-        const double taken = now() - start;
-        if (round >= 0) peer.milliseconds.push_back(taken);
+        candidate.work();
+        const double elapsed = now() - start;
+        if (round >= 0) candidate.milliseconds.push_back(elapsed);
       }
     }
   }
 
-  const std::vector<Peer>& peers() const { return peers_; }
+  const std::vector<Candidate>& candidates() const { return candidates_; }
 
-  double median_ms(std::size_t peer) const { return median(peers_[peer].milliseconds); }
-  double best_ms(std::size_t peer) const {
-    return *std::min_element(peers_[peer].milliseconds.begin(), peers_[peer].milliseconds.end());
+  double median_ms(std::size_t candidate) const {
+    return median(candidates_[candidate].milliseconds);
   }
-  double median_ratio(std::size_t peer, std::size_t base) const {
-    return median(rounds(peer, base, [](double a, double b) { return a / b; }));
+  double best_ms(std::size_t candidate) const {
+    return *std::min_element(candidates_[candidate].milliseconds.begin(),
+                             candidates_[candidate].milliseconds.end());
   }
-  double median_difference(std::size_t peer, std::size_t base) const {
-    return median(rounds(peer, base, [](double a, double b) { return a - b; }));
+  double median_ratio(std::size_t candidate, std::size_t base) const {
+    return median(rounds(candidate, base, [](double a, double b) { return a / b; }));
+  }
+  double median_difference(std::size_t candidate, std::size_t base) const {
+    return median(rounds(candidate, base, [](double a, double b) { return a - b; }));
   }
 
  private:
   template <class Combine>
-  std::vector<double> rounds(std::size_t peer, std::size_t base, const Combine& combine) const {
+  std::vector<double> rounds(std::size_t candidate, std::size_t base,
+                             const Combine& combine) const {
     std::vector<double> result;
-    for (std::size_t i = 0; i < peers_[peer].milliseconds.size(); ++i) {
-      result.push_back(combine(peers_[peer].milliseconds[i], peers_[base].milliseconds[i]));
+    for (std::size_t i = 0; i < candidates_[candidate].milliseconds.size(); ++i) {
+      result.push_back(
+          combine(candidates_[candidate].milliseconds[i], candidates_[base].milliseconds[i]));
     }
     return result;
   }
   double now() const {
     if (!by_thread_clock_) {
-      const auto since = std::chrono::steady_clock::now().time_since_epoch();
-      return std::chrono::duration<double, std::milli>(since).count();
+      const auto time = std::chrono::steady_clock::now().time_since_epoch();
+      return std::chrono::duration<double, std::milli>(time).count();
     }
     timespec time{};
     clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
@@ -79,5 +83,5 @@ class Interleaved {
   }
 
   bool by_thread_clock_;
-  std::vector<Peer> peers_;
+  std::vector<Candidate> candidates_;
 };

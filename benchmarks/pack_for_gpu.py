@@ -1,11 +1,10 @@
 #!/usr/bin/env python3
-"""Packs what run_on_gpu.py runs, for a machine with a GPU and without a network.
+"""Packs the programs that run_on_gpu.py runs, for a machine with a GPU and without a network.
 
     pack_for_gpu.py ARCHIVE
 
-Of programs that `./bootstrap gpu-pack` has built in build/cuda-compile: ARCHIVE, a .tar.gz, holds them, stripped, with the
-libraries that only they need; the model, its weights as float16, and the data; Python's peers; and `run`. CUDA's libraries
-and libtorch are those of the other machine.
+Writes ARCHIVE, a .tar.gz, with the programs in build/cuda-compile, stripped, and their libraries; the model, its weights as float16,
+and the data; the Python baselines; and `run`. libtorch and the CUDA libraries must be on the other machine.
 """
 import hashlib
 import json
@@ -25,14 +24,14 @@ PROGRAMS = ("tests/cuda/mezzo_cuda_tests", "tests/cuda/mezzo_cuda_aten_tests", "
 SCRIPTS = ("run_on_gpu.py", "check_gpu_environment.py", "cuda/torch_amp_bench.py", "cuda/bert_ner_torch.py")
 MODEL = ("config.json", "vocab.txt", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
-# Libraries that the other machine has: CUDA's, libtorch's and every Linux's.
-ELSEWHERE = re.compile(r"lib(torch|c10|cu|nv|nccl|shm|c\.|m\.|dl\.|rt\.|pthread\.|util\.|resolv\.|stdc\+\+|gcc_s)|ld-linux|linux-vdso")
+# Libraries of the other machine: CUDA, libtorch, glibc.
+NOT_PACKED = re.compile(r"lib(torch|c10|cu|nv|nccl|shm|c\.|m\.|dl\.|rt\.|pthread\.|util\.|resolv\.|stdc\+\+|gcc_s)|ld-linux|linux-vdso")
 
 RUN = """#!/bin/sh
-# Tests, benchmarks, the BERT NER example and sanitizers on this machine's first GPU, without a network: ./run --help.
-# PYTHON: a Python with torch, whose libraries are used, and which runs the peers. Torch_DIR: another libtorch.
+# Runs tests, benchmarks, the BERT NER example and compute-sanitizer on this machine's first GPU: see ./run --help.
+# PYTHON is a Python with torch, whose libraries are used, and which runs the baselines. Torch_DIR is another libtorch.
 here=$(dirname "$0")
-command -v "${PYTHON:-python3}" >/dev/null || { echo "run: needs python3, of which the standard library is enough" >&2; exit 1; }
+command -v "${PYTHON:-python3}" >/dev/null || { echo "run: needs python3" >&2; exit 1; }
 exec "${PYTHON:-python3}" "$here/run_on_gpu.py" "$@"
 """
 
@@ -42,36 +41,36 @@ def output_of(*command):
 
 
 def pack_program(program, folder):
-    """Copies a program without its symbols, and the libraries that the other machine may lack."""
+    """Copies a program without symbols, and the libraries that the other machine may not have."""
     (folder / "bin").mkdir(exist_ok=True)
     subprocess.run(["strip", "-o", folder / "bin" / program.name, program], check=True)
     for name, path in re.findall(r"^\s*(\S+) => (/\S+)", output_of("ldd", str(program)), re.MULTILINE):
-        if not ELSEWHERE.match(name):
+        if not NOT_PACKED.match(name):
             (folder / "lib").mkdir(exist_ok=True)
             shutil.copy(path, folder / "lib" / name)
 
 
 def newest_symbols(programs):
-    """Returns the newest versions of glibc and libstdc++ that the programs ask for."""
-    said = "".join(output_of("objdump", "-T", str(program)) for program in programs)
+    """Returns the versions of glibc and libstdc++ that the programs need."""
+    symbols = "".join(output_of("objdump", "-T", str(program)) for program in programs)
     newest = []
     for library in ("GLIBC", "GLIBCXX", "CXXABI"):
-        versions = {tuple(map(int, version.split("."))) for version in re.findall(rf"\b{library}_([\d.]+)\b", said)}
+        versions = {tuple(map(int, version.split("."))) for version in re.findall(rf"\b{library}_([\d.]+)\b", symbols)}
         if versions:
             newest.append(f"{library}_{'.'.join(map(str, max(versions)))}")
     return ", ".join(newest)
 
 
 def architectures():
-    """Returns what nvcc compiles the kernels for, as TORCH_CUDA_ARCH_LIST has it."""
+    """Returns the architectures of the kernels, in the syntax of TORCH_CUDA_ARCH_LIST."""
     lines = [line for line in (BUILD / "build.ninja").read_text().splitlines() if "arch=compute_" in line]
     found = set(re.findall(r"arch=compute_(\d+)a?,code=(\[[^\]]*\]|\S+?)(?=[\s\"]|$)", "\n".join(lines)))
-    names = {f"{digits[:-1]}.{digits[-1]}" + ("+PTX" if "compute_" in code else "") for digits, code in found}
-    return ";".join(sorted(names)) or sys.exit(f"pack_for_gpu.py: {BUILD}/build.ninja names no architecture")
+    names = {f"{number[:-1]}.{number[-1]}" + ("+PTX" if "compute_" in code else "") for number, code in found}
+    return ";".join(sorted(names)) or sys.exit(f"pack_for_gpu.py: {BUILD}/build.ninja has no architecture")
 
 
-def write_half(source, target):
-    """Copies a safetensors file, its floats as float16; names with `pooler` are left out."""
+def write_float16(source, target):
+    """Copies a safetensors file, with float32 tensors as float16 and without those of the pooler."""
     with open(source, "rb") as file:
         length = struct.unpack("<Q", file.read(8))[0]
         header = json.loads(file.read(length))
@@ -107,7 +106,7 @@ def pack_model(folder):
     for name in MODEL:
         if (model / name).exists():
             shutil.copy(model / name, folder / "model" / name)
-    write_half(model / "model.safetensors", folder / "model" / "model.safetensors")
+    write_float16(model / "model.safetensors", folder / "model" / "model.safetensors")
     shutil.copy(ROOT / ".deps" / "ner.txt", folder / "ner.txt")
 
 
@@ -139,7 +138,7 @@ def main():
     size = archive.stat().st_size / 2**20
     print("\n".join(f"{key}: {value}" for key, value in packed.items()))
     print(f"{archive}: {size:.1f} MiB, sha256 {hashlib.sha256(archive.read_bytes()).hexdigest()[:16]}")
-    print(f"On the machine with the GPU, in a new folder: tar xf {archive.name} && ./run")
+    print(f"On the machine with the GPU, in a new directory: tar xf {archive.name} && ./run")
 
 
 if __name__ == "__main__":

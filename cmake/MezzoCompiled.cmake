@@ -1,6 +1,5 @@
-# mezzo::compiled: mezzo::mezzo with its loops over gradients and parameters, and functions, compiled once for programs of many units
-# (mezzo/optim/compiled.h). Not built unless something links it. Optimised whatever the build type is: a program that is
-# debugged still trains at a fair speed.
+# mezzo::compiled: mezzo::mezzo with its kernels and functions compiled once, for programs of many translation units
+# (mezzo/optim/compiled.h). Built only if a target links it. Always optimized, so that a debug build trains at a usable speed.
 
 function(mezzo_add_compiled include_folder)
   if(TARGET mezzo::compiled)

@@ -1,15 +1,15 @@
-# mezzo::cuda: mezzo::mezzo and its CUDA kernels, a static library that nvcc compiles once in a build tree, for any number
-# of targets that link it. Not built unless one does. Needs the language CUDA. The library's one object registers the kernels
-# when a program starts; nothing refers to it, so it is linked as a whole.
+# mezzo::cuda: mezzo::mezzo and its CUDA kernels, a static library that nvcc compiles once per build tree. Built only if a target links
+# it. Needs CMake's language CUDA. The library has one object, which registers the kernels at program start. No symbol refers to
+# this object, so the library is linked with WHOLE_ARCHIVE.
 
-# CMake 3.25 does not know that nvcc 13 speaks C++20, and libtorch's package makes that an error.
+# CMake 3.25 does not know nvcc 13's option for C++20, and libtorch's package makes that an error.
 if(CMAKE_CUDA_COMPILER_ID STREQUAL "NVIDIA" AND NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION)
   set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION "-std=c++20")
   set(CMAKE_CUDA20_EXTENSION_COMPILE_OPTION "-std=c++20")
 endif()
 
-# The arithmetic of the kernels, whatever the user's CMAKE_CUDA_FLAGS say: --use_fast_math would round divisions and roots
-# otherwise than the CPU's loops, and take subnormal numbers for 0.
+# Overrides --use_fast_math in CMAKE_CUDA_FLAGS, which would round divisions and square roots differently from the CPU kernels, and
+# flush subnormal numbers to zero.
 set(MEZZO_CUDA_ARITHMETIC -prec-div=true -prec-sqrt=true -ftz=false -fmad=true)
 
 function(mezzo_add_cuda include_folder)

@@ -1,12 +1,12 @@
-# mezzo::gloo: mezzo::mezzo and what libtorch's Gloo process group is compiled with, for mezzo/distributed/gloo_backend.h.
-# Gloo itself is a part of libtorch; only its headers are not (Debian and Ubuntu: apt-get install libgloo-dev).
+# mezzo::gloo: mezzo::mezzo and the definitions of libtorch's Gloo process group, for mezzo/distributed/gloo_backend.h.
+# libtorch contains Gloo, but not its headers (Debian and Ubuntu: apt-get install libgloo-dev).
 #
-#   GLOO_INCLUDE_DIR   the folder that holds gloo/context.h, where it is not one that CMake searches
+#   GLOO_INCLUDE_DIR   the directory of gloo/context.h, if CMake does not search it
 
-# Finds Gloo's headers; MEZZO_GLOO_NOT_FOUND_REASON says in words why mezzo::gloo cannot be, and is empty where it can.
+# Finds Gloo's headers. MEZZO_GLOO_NOT_FOUND_REASON is empty if they were found.
 macro(mezzo_find_gloo)
   set(MEZZO_GLOO_NOT_FOUND_REASON "")
-  find_path(GLOO_INCLUDE_DIR gloo/context.h DOC "The folder that holds gloo/context.h")
+  find_path(GLOO_INCLUDE_DIR gloo/context.h DOC "The directory of gloo/context.h")
   if(NOT GLOO_INCLUDE_DIR)
     set(MEZZO_GLOO_NOT_FOUND_REASON "no gloo/context.h was found; install libgloo-dev, or set GLOO_INCLUDE_DIR")
   endif()

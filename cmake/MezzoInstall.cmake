@@ -1,4 +1,4 @@
-# install(), and the package that find_package(mezzo) reads.
+# The install rules, the CMake package and the Debian package.
 
 include(CMakePackageConfigHelpers)
 include(GNUInstallDirs)
@@ -19,8 +19,8 @@ install(FILES "${PROJECT_BINARY_DIR}/mezzo-config.cmake" "${PROJECT_BINARY_DIR}/
         DESTINATION "${mezzo_package_dir}")
 install(FILES "${PROJECT_SOURCE_DIR}/LICENSE" DESTINATION "${CMAKE_INSTALL_DATADIR}/licenses/mezzo")
 
-# `cpack` in the build folder makes libmezzo-dev_VERSION_all.deb. Debian has no libtorch of the versions that mezzo
-# takes, so the package asks for none: mezzo-config.cmake finds it, or says what to do.
+# `cpack` in the build directory makes libmezzo-dev_VERSION_all.deb. Debian has no libtorch that is new enough, so the package does not
+# depend on one: mezzo-config.cmake finds it, or stops with a message.
 if(PROJECT_IS_TOP_LEVEL)
   set(CPACK_GENERATOR DEB)
   set(CPACK_PACKAGING_INSTALL_PREFIX /usr)

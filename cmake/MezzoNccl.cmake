@@ -1,20 +1,20 @@
-# mezzo::nccl: mezzo::cuda and what libtorch's NCCL process group (c10d/ProcessGroupNCCL.hpp) is compiled with.
-# NCCL itself is a part of a CUDA libtorch; only its header is not.
+# mezzo::nccl: mezzo::cuda and the definitions of libtorch's NCCL process group (c10d/ProcessGroupNCCL.hpp).
+# A CUDA libtorch contains NCCL, but not its header.
 #
-#   NCCL_INCLUDE_DIR   the folder of nccl.h, where it lies neither with CUDA's headers nor in a wheel beside libtorch's
+#   NCCL_INCLUDE_DIR   the directory of nccl.h, if it is neither with CUDA's headers nor in a wheel next to libtorch's
 
-# Finds nccl.h; MEZZO_NCCL_NOT_FOUND_REASON says in words why mezzo::nccl cannot be, and is empty where it can.
+# Finds nccl.h. MEZZO_NCCL_NOT_FOUND_REASON is empty if it was found.
 macro(mezzo_find_nccl)
   set(MEZZO_NCCL_NOT_FOUND_REASON "")
   if(NOT TARGET mezzo::cuda)
-    set(MEZZO_NCCL_NOT_FOUND_REASON "it takes mezzo::cuda")
+    set(MEZZO_NCCL_NOT_FOUND_REASON "mezzo::cuda is not available")
   else()
     find_path(NCCL_INCLUDE_DIR nccl.h
       HINTS ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES} "${MEZZO_TORCH_PREFIX}/../nvidia/nccl/include"
-      DOC "The folder of nccl.h")
+      DOC "The directory of nccl.h")
     if(NOT NCCL_INCLUDE_DIR)
       set(MEZZO_NCCL_NOT_FOUND_REASON
-          "no nccl.h was found with CUDA's headers or in a wheel nvidia-nccl-cu13 beside libtorch; set NCCL_INCLUDE_DIR")
+          "no nccl.h was found with CUDA's headers or in a wheel nvidia-nccl-cu13 next to libtorch; set NCCL_INCLUDE_DIR")
     endif()
   endif()
 endmacro()

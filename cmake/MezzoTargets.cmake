@@ -1,6 +1,5 @@
-# mezzo::mezzo, the headers and libtorch, builds with the host compiler alone; mezzo::cuda adds the kernels,
-# mezzo::mpi adds MPI, mezzo::gloo and mezzo::nccl what libtorch's Gloo and NCCL process groups are compiled with;
-# mezzo::compiled is mezzo::mezzo with its loops in a library.
+# The library's targets: mezzo::mezzo (headers and libtorch), mezzo::compiled (with a compiled library), mezzo::cuda (with CUDA kernels),
+# mezzo::mpi, mezzo::gloo and mezzo::nccl (with the headers and definitions of a backend).
 
 add_library(mezzo INTERFACE)
 add_library(mezzo::mezzo ALIAS mezzo)
@@ -13,7 +12,7 @@ if(MEZZO_TORCH_CUDA AND (PROJECT_IS_TOP_LEVEL OR "CUDA" IN_LIST mezzo_outer_lang
   include(MezzoCuda)
   mezzo_add_cuda("${PROJECT_SOURCE_DIR}/include")
 elseif(MEZZO_TORCH_CUDA)
-  message(STATUS "mezzo: without mezzo::cuda, since the project that adds mezzo has not enabled CUDA before")
+  message(STATUS "mezzo: without mezzo::cuda (the parent project has not enabled the language CUDA)")
 endif()
 
 if(TARGET mezzo::cuda)

@@ -1,29 +1,28 @@
-# Finds libtorch and provides the target mezzo::libtorch, in mezzo's own build and in its installed package.
+# Finds libtorch and defines mezzo::libtorch, in mezzo's own build and in the installed package.
 #
-#   Torch_DIR, Torch_ROOT, CMAKE_PREFIX_PATH   where libtorch is: an unpacked archive, or the folder `torch` of a wheel
-#   TORCH_CUDA_ARCH_LIST                       the GPU architectures to compile for, as libtorch writes them: 8.0;9.0+PTX
-#   MEZZO_USE_CUDA                                 whether to use libtorch's CUDA libraries:
-#     AUTO (default)  where it is whole
-#     ON              or stop and say why it cannot
-#     OFF             never
-#     COMPILE_ONLY    even where CUDA's own libraries are missing: programs link, to check that they do, but do not run
+#   Torch_DIR, Torch_ROOT, CMAKE_PREFIX_PATH   where libtorch is: an unpacked archive, or the directory `torch` of a wheel
+#   TORCH_CUDA_ARCH_LIST                       the GPU architectures to compile for, in libtorch's syntax: 8.0;9.0+PTX
+#   MEZZO_USE_CUDA                             whether to use libtorch's CUDA libraries:
+#     AUTO (default)  if none of them is missing
+#     ON              yes, and it is an error if they cannot be used
+#     OFF             no
+#     COMPILE_ONLY    even if CUDA libraries are missing: programs link, but do not run
 #
-# The language CUDA, and with it nvcc, is enabled only where it is asked for: by find_package(mezzo COMPONENTS cuda), by MEZZO_USE_CUDA=ON or
-# COMPILE_ONLY, by a project that has enabled it before, and in mezzo's own build. Otherwise libtorch's CUDA libraries is linked where it is
-# whole, so that CUDA tensors work through ATen's kernels.
+# The language CUDA, and with it nvcc, is enabled only by find_package(mezzo COMPONENTS cuda), by MEZZO_USE_CUDA=ON or COMPILE_ONLY, by a
+# parent project, and in mezzo's own build. Otherwise libtorch's CUDA libraries are linked without it if none is missing, so that CUDA
+# tensors work through ATen's kernels.
 #
-# Sets MEZZO_TORCH_CUDA (whether mezzo::libtorch carries CUDA) and, where it does not, MEZZO_TORCH_CUDA_NOT_FOUND_REASON in words;
-# and TORCH_LIBRARIES to mezzo::libtorch where the project has not called find_package(Torch).
+# Sets MEZZO_TORCH_CUDA (whether mezzo::libtorch has CUDA), MEZZO_TORCH_CUDA_NOT_FOUND_REASON if it does not, and TORCH_LIBRARIES to
+# mezzo::libtorch if the project has not called find_package(Torch).
 #
-# find_package(Torch) of a CUDA wheel stops with a fatal error where there is no CUDA toolkit, and its libraries do
-# not link where CUDA's own (cuDNN, NCCL, ...) are missing. The CPU half works all the same, so mezzo::libtorch is
-# libtorch_cpu and c10 alone there.
+# find_package(Torch) of a CUDA wheel is a fatal error without a CUDA toolkit, and its libraries do not link if CUDA libraries (cuDNN,
+# NCCL, ...) are missing. libtorch's CPU libraries work nevertheless: mezzo::libtorch is then libtorch_cpu and c10.
 
 set(MEZZO_USE_CUDA "AUTO" CACHE STRING "Use libtorch's CUDA libraries: AUTO, ON, OFF or COMPILE_ONLY")
 set_property(CACHE MEZZO_USE_CUDA PROPERTY STRINGS AUTO ON OFF COMPILE_ONLY)
 set(MEZZO_MINIMUM_TORCH_VERSION 2.10)
 
-# Torch_DIR, MEZZO_TORCH_PREFIX and MEZZO_TORCH_VERSION.
+# Sets Torch_DIR, MEZZO_TORCH_PREFIX and MEZZO_TORCH_VERSION.
 macro(mezzo_find_torch)
   find_path(Torch_DIR TorchConfig.cmake HINTS ENV Torch_DIR ${Torch_ROOT} ENV Torch_ROOT
             PATH_SUFFIXES share/cmake/Torch Torch torch/share/cmake/Torch)
@@ -37,21 +36,21 @@ macro(mezzo_find_torch)
   file(STRINGS "${Torch_DIR}/TorchConfigVersion.cmake" MEZZO_TORCH_VERSION REGEX "set\\(PACKAGE_VERSION ")
   string(REGEX MATCH "[0-9]+\\.[0-9]+\\.[0-9]+" MEZZO_TORCH_VERSION "${MEZZO_TORCH_VERSION}")
   if(MEZZO_TORCH_VERSION VERSION_LESS MEZZO_MINIMUM_TORCH_VERSION)
-    message(FATAL_ERROR "mezzo needs libtorch ${MEZZO_MINIMUM_TORCH_VERSION} or newer; ${MEZZO_TORCH_PREFIX} holds "
+    message(FATAL_ERROR "mezzo needs libtorch ${MEZZO_MINIMUM_TORCH_VERSION} or newer; ${MEZZO_TORCH_PREFIX} has "
                         "${MEZZO_TORCH_VERSION}.")
   endif()
 endmacro()
 
-# The libraries that LIBRARY wants and the loader cannot find.
+# Sets OUT to the dependencies of LIBRARY that the loader cannot find.
 function(mezzo_get_missing_libraries library out)
   execute_process(COMMAND ldd "${library}" OUTPUT_VARIABLE listing ERROR_QUIET)
   string(REGEX MATCHALL "[^ \t\n]+ => not found" missing "${listing}")
   list(TRANSFORM missing REPLACE " => not found" "")
-  list(FILTER missing EXCLUDE REGEX "^libcuda\\.so")  # the driver's: not needed to build
+  list(FILTER missing EXCLUDE REGEX "^libcuda\\.so")  # the driver is not needed to build
   set(${out} "${missing}" PARENT_SCOPE)
 endfunction()
 
-# Why CUDA cannot be used with this libtorch, in words; empty where it can.
+# Sets OUT to the reason why CUDA cannot be used with this libtorch; empty if it can.
 function(mezzo_get_cuda_not_found_reason needs_toolkit out)
   set(reason "")
   if(MEZZO_USE_CUDA STREQUAL "OFF")
@@ -70,9 +69,8 @@ function(mezzo_get_cuda_not_found_reason needs_toolkit out)
   set(${out} "${reason}" PARENT_SCOPE)
 endfunction()
 
-# The architectures to compile for: the user's choice, else those of the GPUs in this machine, else DEFAULTS as far as
-# this nvcc accepts them, the newest as PTX too, which the driver compiles for GPUs that are newer still. (libtorch's own
-# default begins with sm_50, which nvcc 13 refuses.)
+# Sets OUT to the architectures to compile for: TORCH_CUDA_ARCH_LIST, else those of the GPUs in this machine, else the arguments that this
+# nvcc supports, with PTX of the newest for later GPUs. (libtorch's default includes sm_50, which nvcc 13 does not support.)
 function(mezzo_get_cuda_architectures out)
   if(DEFINED TORCH_CUDA_ARCH_LIST)
     set(list "${TORCH_CUDA_ARCH_LIST}")
@@ -86,8 +84,8 @@ function(mezzo_get_cuda_architectures out)
       execute_process(COMMAND "${CUDAToolkit_NVCC_EXECUTABLE}" --list-gpu-arch OUTPUT_VARIABLE known)
       set(list "")
       foreach(architecture IN LISTS ARGN)
-        string(REPLACE "." "" digits ${architecture})
-        if(known MATCHES "compute_${digits}(\n|$)")
+        string(REPLACE "." "" number ${architecture})
+        if(known MATCHES "compute_${number}(\n|$)")
           list(APPEND list ${architecture})
         endif()
       endforeach()
@@ -102,12 +100,12 @@ function(mezzo_get_cuda_architectures out)
   set(${out} "${list}" PARENT_SCOPE)
 endfunction()
 
-# libtorch's list as CMake writes it: 8.0;9.0+PTX becomes 80-real;90.
+# Sets OUT to the arguments in CMake's syntax: 8.0;9.0+PTX becomes 80-real;90.
 function(mezzo_get_cmake_architectures out)
   set(list "")
   foreach(architecture IN LISTS ARGN)
     if(NOT architecture MATCHES "^([0-9]+)\\.([0-9]+[a-z]?)(\\+PTX)?$")
-      message(FATAL_ERROR "mezzo: TORCH_CUDA_ARCH_LIST holds ${architecture}, which is not of the form 9.0 or 9.0+PTX.")
+      message(FATAL_ERROR "mezzo: TORCH_CUDA_ARCH_LIST has ${architecture}; expected the form 9.0 or 9.0+PTX.")
     elseif(CMAKE_MATCH_3)
       list(APPEND list "${CMAKE_MATCH_1}${CMAKE_MATCH_2}")
     else()
@@ -117,27 +115,27 @@ function(mezzo_get_cmake_architectures out)
   set(${out} "${list}" PARENT_SCOPE)
 endfunction()
 
-# mezzo::libtorch from libtorch_cpu and c10, with the definitions that libtorch's own package would give.
+# Defines mezzo::libtorch from libtorch_cpu and c10, with the definitions of libtorch's own package.
 function(mezzo_add_cpu_libtorch)
   file(READ "${Torch_DIR}/../Caffe2/Caffe2Targets.cmake" targets)
   string(REGEX MATCH "set_target_properties\\(torch_cpu PROPERTIES[^)]*INTERFACE_COMPILE_DEFINITIONS \"([^\"]*)\""
          definitions "${targets}")
   set(definitions "${CMAKE_MATCH_1}")
   file(READ "${Torch_DIR}/TorchConfig.cmake" config)
-  string(REGEX MATCH "_GLIBCXX_USE_CXX11_ABI=[01]" cxx11_abi "${config}")  # wheels before 2.6 have the old one
+  string(REGEX MATCH "_GLIBCXX_USE_CXX11_ABI=[01]" cxx11_abi "${config}")  # wheels before 2.6 have the old ABI
 
   add_library(mezzo::libtorch INTERFACE IMPORTED GLOBAL)
   target_compile_definitions(mezzo::libtorch INTERFACE ${definitions} ${cxx11_abi})
   target_include_directories(mezzo::libtorch SYSTEM INTERFACE
     "${MEZZO_TORCH_PREFIX}/include" "${MEZZO_TORCH_PREFIX}/include/torch/csrc/api/include")
-  # Operators register themselves when the library loads, so it is linked even where no symbol of it is named.
+  # Operators are registered when the library loads, so it is linked even if no symbol of it is used.
   target_link_libraries(mezzo::libtorch INTERFACE
     "-Wl,--push-state,--no-as-needed" "${MEZZO_TORCH_PREFIX}/lib/libtorch_cpu.so"
     "${MEZZO_TORCH_PREFIX}/lib/libc10.so" "-Wl,--pop-state")
 endfunction()
 
-# Enables CUDA where the C++ standard is 20, as Conan's toolchain sets it: CMake up to 3.25 would test nvcc 13 with the same
-# standard, and does not know that it has it. The test project reads the toolchain anew, and so is told another standard.
+# Enables CUDA if the C++ standard is 20, as with Conan's toolchain. CMake 3.25 would test nvcc 13 with C++20, which it does not know to
+# be supported, so the test project uses another CMAKE_CUDA_STANDARD.
 macro(mezzo_enable_cuda)
   if(NOT CMAKE_CUDA_COMPILER_LOADED)
     set(mezzo_outer_cuda_standard "${CMAKE_CUDA_STANDARD}")
@@ -153,14 +151,14 @@ macro(mezzo_enable_cuda)
   endif()
 endmacro()
 
-# Links libtorch's CUDA libraries as it is: its own libraries are found when the program starts.
+# Links libtorch's CUDA libraries. Their dependencies are resolved when the program starts.
 function(mezzo_link_cuda_libraries)
   target_link_libraries(mezzo::libtorch INTERFACE
     "-Wl,--unresolved-symbols=ignore-in-shared-libs" "-Wl,--push-state,--no-as-needed"
     "${MEZZO_TORCH_PREFIX}/lib/libtorch_cuda.so" "${MEZZO_TORCH_PREFIX}/lib/libc10_cuda.so" "-Wl,--pop-state")
 endfunction()
 
-# The CPU half and, for COMPILE_ONLY, the CUDA half without the libraries that it wants.
+# Defines mezzo::libtorch for COMPILE_ONLY: libtorch's CUDA libraries without their dependencies.
 macro(mezzo_add_compile_only_libtorch)
   if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
     mezzo_get_cuda_architectures(mezzo_architectures 8.0 9.0)
@@ -172,9 +170,9 @@ macro(mezzo_add_compile_only_libtorch)
   target_link_libraries(mezzo::libtorch INTERFACE CUDA::cudart)
 endmacro()
 
-# Links libstdc++ before libtorch wherever mezzo::libtorch is linked. The libtorch.so of CUDA wheels exports std::filesystem's
-# functions of the GCC that it was built with, over weak symbols that an older libstdc++ lacks. A program that found
-# them before libstdc++'s own would jump to address 0: in std::filesystem::remove_all, on Debian 12.
+# Links libstdc++ before libtorch in all users of mezzo::libtorch. The libtorch.so of CUDA wheels exports functions of std::filesystem
+# that use weak symbols which an older libstdc++ does not have. A program that resolves std::filesystem::remove_all to them, as on
+# Debian 12, calls address 0.
 function(mezzo_link_libstdcxx_first)
   include(CheckCXXSourceCompiles)
   check_cxx_source_compiles("#include <version>
@@ -183,15 +181,15 @@ function(mezzo_link_libstdcxx_first)
 #endif
 int main() {}" MEZZO_USES_LIBSTDCXX)
   if(MEZZO_USES_LIBSTDCXX)
-    # An option, since options come before all libraries, also before a ${TORCH_LIBRARIES} of the program's own.
+    # A link option precedes all libraries, including a ${TORCH_LIBRARIES} of the program.
     string(REPLACE "," "$<COMMA>" option "-Wl,--push-state,--no-as-needed,-lstdc++,--pop-state")
     target_link_options(mezzo::libtorch INTERFACE "$<HOST_LINK:${option}>")
   endif()
 endfunction()
 
-# Lets the linker look for the libraries that libtorch's CUDA libraries needs where the loader will: in the folders of its
-# RPATH. By itself it looks in those of -rpath first, and a CUDA toolkit's folder among them may hold an older NCCL or cuDNN,
-# which lacks symbols that this libtorch refers to.
+# Lets the linker search the dependencies of libtorch's CUDA libraries where the loader does: in the directories of their RPATH. By default
+# it searches those of -rpath first, and a CUDA toolkit among them may have an older NCCL or cuDNN, without symbols that this libtorch
+# uses.
 function(mezzo_add_rpath_link_options)
   execute_process(COMMAND "${CMAKE_READELF}" -d "${MEZZO_TORCH_PREFIX}/lib/libtorch_cuda.so" OUTPUT_VARIABLE dynamic ERROR_QUIET)
   string(REGEX MATCH "\\(R(UN)?PATH\\)[^[]*\\[([^]]*)\\]" found "${dynamic}")
@@ -208,7 +206,7 @@ endfunction()
 if(NOT TARGET mezzo::libtorch)
   mezzo_find_torch()
   find_package(CUDAToolkit QUIET)
-  if(TARGET torch)  # The user's own find_package(Torch) came first.
+  if(TARGET torch)  # the project has called find_package(Torch)
     set(MEZZO_TORCH_CUDA_NOT_FOUND_REASON "")
     if(NOT TARGET torch_cuda)
       set(MEZZO_TORCH_CUDA_NOT_FOUND_REASON "the libtorch that this project found was built without CUDA")
@@ -217,9 +215,9 @@ if(NOT TARGET mezzo::libtorch)
       if(mezzo_missing AND NOT MEZZO_USE_CUDA STREQUAL "COMPILE_ONLY")
         list(JOIN mezzo_missing ", " mezzo_missing)
         message(WARNING
-          "mezzo: this project's own find_package(Torch) links all of libtorch's CUDA libraries, and libtorch_cuda.so lacks "
-          "${mezzo_missing}: linking is going to fail. Leave find_package(Torch) out (find_package(mezzo) sets "
-          "TORCH_LIBRARIES, to what links here), or install the wheel with its dependencies.")
+          "mezzo: this project's find_package(Torch) links libtorch's CUDA libraries, and libtorch_cuda.so lacks "
+          "${mezzo_missing}: linking will fail. Remove find_package(Torch) (find_package(mezzo) sets "
+          "TORCH_LIBRARIES), or install the wheel with its dependencies.")
       endif()
     endif()
   else()
@@ -239,15 +237,15 @@ if(NOT TARGET mezzo::libtorch)
   elseif(NOT TARGET torch AND NOT mezzo_enables_cuda)
     mezzo_add_cpu_libtorch()
     mezzo_link_cuda_libraries()
-    # For what a program includes of c10/cuda.
+    # For programs that include c10/cuda.
     target_include_directories(mezzo::libtorch SYSTEM INTERFACE ${CUDAToolkit_INCLUDE_DIRS})
   elseif(NOT TARGET torch AND MEZZO_USE_CUDA STREQUAL "COMPILE_ONLY")
     mezzo_add_compile_only_libtorch()
   else()
     if(NOT TARGET torch)
       mezzo_get_cuda_architectures(TORCH_CUDA_ARCH_LIST 7.5 8.0 8.6 8.9 9.0 10.0 12.0)
-      mezzo_enable_cuda()  # which find_package(Torch) would do
-      # mezzo::libtorch is global, for a project that adds mezzo as a subdirectory: so must be what it stands for.
+      mezzo_enable_cuda()  # before find_package(Torch) does
+      # mezzo::libtorch is global, for projects that add mezzo as a subdirectory, so its dependencies must be global too.
       set(mezzo_targets_global "${CMAKE_FIND_PACKAGE_TARGETS_GLOBAL}")
       set(CMAKE_FIND_PACKAGE_TARGETS_GLOBAL ON)
       find_package(Torch REQUIRED)
@@ -262,7 +260,7 @@ if(NOT TARGET mezzo::libtorch)
     mezzo_add_rpath_link_options()
   endif()
   set_target_properties(mezzo::libtorch PROPERTIES MEZZO_CUDA_NOT_FOUND_REASON "${MEZZO_TORCH_CUDA_NOT_FOUND_REASON}")
-  # libtorch was compiled by a g++ that spells the symbol of Tensor::const_data_ptr<T> as Clang did before 18.
+  # libtorch was compiled by a g++ that mangles Tensor::const_data_ptr<T> as Clang did before 18.
   target_compile_options(mezzo::libtorch INTERFACE
     "$<$<AND:$<COMPILE_LANG_AND_ID:CXX,Clang>,$<VERSION_GREATER_EQUAL:$<CXX_COMPILER_VERSION>,18>>:-fclang-abi-compat=17>")
   if(MEZZO_TORCH_CUDA_NOT_FOUND_REASON)
@@ -273,27 +271,25 @@ if(NOT TARGET mezzo::libtorch)
   endif()
 endif()
 
-# For a project that links ${TORCH_LIBRARIES} and leaves find_package(Torch) to mezzo.
+# For projects that link ${TORCH_LIBRARIES} without find_package(Torch).
 if(NOT TORCH_LIBRARIES)
   set(TORCH_LIBRARIES mezzo::libtorch)
 endif()
 
-# mezzo is headers, compiled as the project is; said once, however many folders find or add it.
+# The headers are compiled with the project's flags. Warns once, even if several directories find mezzo.
 get_property(mezzo_build_type_reported GLOBAL PROPERTY MEZZO_BUILD_TYPE_REPORTED)
 get_property(mezzo_is_multi_config GLOBAL PROPERTY GENERATOR_IS_MULTI_CONFIG)
 if(NOT mezzo_build_type_reported AND NOT mezzo_is_multi_config AND NOT "${CMAKE_CXX_FLAGS}" MATCHES "-O[1-9sgfz]")
   if(NOT CMAKE_BUILD_TYPE)
-    message(WARNING "mezzo: CMAKE_BUILD_TYPE is not set, so this project, and the loops of mezzo's optimizers with it, is "
-                    "compiled without optimisation: their steps take six times as long. Configure with "
-                    "-DCMAKE_BUILD_TYPE=Release.")
+    message(WARNING "mezzo: CMAKE_BUILD_TYPE is not set, so this project and mezzo's kernels in it are compiled without "
+                    "optimization: optimizer steps take six times as long. Configure with -DCMAKE_BUILD_TYPE=Release.")
   elseif(CMAKE_BUILD_TYPE STREQUAL "Debug")
-    message(STATUS "mezzo: Debug compiles the loops of mezzo's optimizers without optimisation; RelWithDebInfo, or the "
-                   "target mezzo::compiled, keeps them fast")
+    message(STATUS "mezzo: a Debug build does not optimize mezzo's kernels; use RelWithDebInfo or mezzo::compiled")
   endif()
   set_property(GLOBAL PROPERTY MEZZO_BUILD_TYPE_REPORTED TRUE)
 endif()
 
-# Asked of the target, which another folder of the project may have made.
+# A property of the target, since another directory of the project may have defined it.
 get_target_property(MEZZO_TORCH_CUDA_NOT_FOUND_REASON mezzo::libtorch MEZZO_CUDA_NOT_FOUND_REASON)
 if(MEZZO_TORCH_CUDA_NOT_FOUND_REASON)
   set(MEZZO_TORCH_CUDA FALSE)

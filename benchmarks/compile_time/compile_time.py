@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""What including and using mezzo costs the compiler: CPU seconds, its memory, and the size of what it makes.
+"""Measures the compile time of mezzo: CPU seconds, memory of the compiler, and sizes of objects and programs.
 
-    compile_time.py [--compiler g++] [--mezzo FOLDER] [--torch FOLDER] [--flags='-O2'] [--only WORD]
+    compile_time.py [--compiler g++] [--mezzo DIRECTORY] [--torch DIRECTORY] [--flags='-O2'] [--only TEXT]
 
-CPU seconds grow where other programs share the cores, so compare what one run prints. What g++ allocates in all
-(-ftime-report; 0 of other compilers) is the same in every run, and grows with the seconds. For a change's before and after
-give --mezzo another checkout. Nothing is run but one program a line that has a loop, to see that it links and trains.
+CPU seconds depend on other programs, so compare rows of one run only. The memory that g++ allocates in total (-ftime-report; 0 for
+other compilers) is the same in every run, and grows with the seconds. To compare two versions, pass another checkout with --mezzo.
+Programs with a training loop are run once, as a check.
 """
 
 import argparse
@@ -18,74 +18,74 @@ import typing
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-DEFINITIONS = ["-DUSE_C10D_GLOO", "-DUSE_DISTRIBUTED", "-DUSE_RPC", "-DUSE_TENSORPIPE"]  # as libtorch's package gives them
+DEFINITIONS = ["-DUSE_C10D_GLOO", "-DUSE_DISTRIBUTED", "-DUSE_RPC", "-DUSE_TENSORPIPE"]  # of libtorch's CMake package
 
 
 class Cost(typing.NamedTuple):
     seconds: float
-    mebibytes: float  # the most at one time
-    allocated: float  # in all, in mebibytes
+    mebibytes: float  # peak
+    allocated: float  # total, in mebibytes
 
 
-class Line(typing.NamedTuple):
+class Row(typing.NamedTuple):
     name: str
-    units: tuple  # (source, definitions) of each
+    units: tuple  # (source, definitions) of each translation unit
     has_loop: bool = False
     is_compiled: bool = False  # links mezzo::compiled
 
 
-LINES = (
-    Line("torch/torch.h, unused", (("torch_only.cpp", ()),)),
-    Line("autocast/autocast.h and scaling/grad_scaler.h, unused", (("autocast_and_scaler.cpp", ()),)),
-    Line("mezzo.h, unused", (("mezzo_unused.cpp", ()),)),
-    Line("mezzo.h, unused, mezzo::compiled", (("mezzo_unused.cpp", ()),), is_compiled=True),
-    Line("libtorch's loop", (("torch_loop.cpp", ()),), has_loop=True),
-    Line("README's loop", (("loop.cpp", ()),), has_loop=True),
-    Line("two units of it", (("loop.cpp", ()), ("loop.cpp", ("-Dtrain=train_too",))), has_loop=True),
-    Line("README's loop, mezzo::compiled", (("loop.cpp", ()),), has_loop=True, is_compiled=True),
-    Line("two units, mezzo::compiled", (("loop.cpp", ()), ("loop.cpp", ("-Dtrain=train_too",))), has_loop=True,
+ROWS = (
+    Row("torch/torch.h, unused", (("torch_only.cpp", ()),)),
+    Row("autocast/autocast.h and scaling/grad_scaler.h, unused", (("autocast_and_scaler.cpp", ()),)),
+    Row("mezzo.h, unused", (("mezzo_unused.cpp", ()),)),
+    Row("mezzo.h, unused, mezzo::compiled", (("mezzo_unused.cpp", ()),), is_compiled=True),
+    Row("libtorch's loop", (("torch_loop.cpp", ()),), has_loop=True),
+    Row("README's loop", (("loop.cpp", ()),), has_loop=True),
+    Row("two units with README's loop", (("loop.cpp", ()), ("loop.cpp", ("-Dtrain=train_too",))), has_loop=True),
+    Row("README's loop, mezzo::compiled", (("loop.cpp", ()),), has_loop=True, is_compiled=True),
+    Row("two units with it, mezzo::compiled", (("loop.cpp", ()), ("loop.cpp", ("-Dtrain=train_too",))), has_loop=True,
          is_compiled=True),
 )
 
 
 def allocated_by(report):
-    """The mebibytes in the last column of -ftime-report's TOTAL."""
+    """Parses the mebibytes in the last column of -ftime-report's TOTAL."""
     total = re.search(r"^ *TOTAL.*?([0-9]+)([kMG])$", report, re.MULTILINE)
     return float(total[1]) * {"k": 1 / 1024, "M": 1, "G": 1024}[total[2]] if total else 0.0
 
 
 def run(command):
-    with tempfile.TemporaryFile("w+") as said:
-        process = subprocess.Popen([str(word) for word in command], stderr=said)
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen([str(word) for word in command], stderr=log)
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
-        said.seek(0)
-        text = said.read()
+        log.seek(0)
+        text = log.read()
     if process.returncode != 0:
         raise SystemExit(f"{text}{command[0]} failed: {' '.join(map(str, command))}")
     return Cost(usage.ru_utime, usage.ru_maxrss / 1024, allocated_by(text))
 
 
 class Compiler:
-    def __init__(self, options, folder):
-        self.folder = folder
+    def __init__(self, options, directory):
+        self.directory = directory
         self.torch = options.torch
         self.command = [options.compiler, "-std=c++20", *options.flags.split(), "-ftime-report", *DEFINITIONS,
                         f"-I{options.mezzo}/include"]
         for include in ("include", "include/torch/csrc/api/include"):
             self.command += ["-isystem", self.torch / include]
-        self.known = {}
+        self.cache = {}
 
     def compile(self, source, definitions):
-        """The object and its cost; what is the same as before is not compiled again."""
+        """Returns the object file and its cost. Compiles each source once."""
         key = (source, definitions)
-        if key not in self.known:
-            target = self.folder / f"{len(self.known)}.o"
-            self.known[key] = target, run([*self.command, *definitions, "-c", source, "-o", target])
-        return self.known[key]
+        if key not in self.cache:
+            target = self.directory / f"{len(self.cache)}.o"
+            self.cache[key] = target, run([*self.command, *definitions, "-c", source, "-o", target])
+        return self.cache[key]
 
     def link(self, objects):
-        program = self.folder / "program"
+        program = self.directory / "program"
         libraries = self.torch / "lib"
         run([self.command[0], *objects, "-o", program, f"-Wl,-rpath,{libraries}", "-Wl,--no-as-needed",
              libraries / "libtorch_cpu.so", libraries / "libc10.so", "-ldl"])
@@ -97,44 +97,44 @@ def kibibytes(paths):
     return sum(path.stat().st_size for path in paths) / 1024
 
 
-def measure(line, compiler, library):
-    extra = ("-DMEZZO_COMPILED_LIB",) if line.is_compiled else ()
-    made = [compiler.compile(HERE / source, definitions + extra) for source, definitions in line.units]
+def measure(row, compiler, library):
+    extra = ("-DMEZZO_COMPILED_LIB",) if row.is_compiled else ()
+    made = [compiler.compile(HERE / source, definitions + extra) for source, definitions in row.units]
     objects = [target for target, _ in made]
     seconds = sum(cost.seconds for _, cost in made)
     peak = max(cost.mebibytes for _, cost in made)
     allocated = sum(cost.allocated for _, cost in made)
     program = ""
-    if line.has_loop:
+    if row.has_loop:
         main, _ = compiler.compile(HERE / "main.cpp", ())
-        program = f"{kibibytes([compiler.link([*objects, main, *(library if line.is_compiled else [])])]):10.0f} KiB"
-    print(f"{line.name:38} {seconds:7.1f} s {peak:7.0f} MiB {allocated:7.0f} MiB {kibibytes(objects):8.0f} KiB {program}",
+        program = f"{kibibytes([compiler.link([*objects, main, *(library if row.is_compiled else [])])]):10.0f} KiB"
+    print(f"{row.name:38} {seconds:7.1f} s {peak:7.0f} MiB {allocated:7.0f} MiB {kibibytes(objects):8.0f} KiB {program}",
           flush=True)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--compiler", default="g++")
-    parser.add_argument("--mezzo", type=pathlib.Path, default=ROOT, help="the checkout that is measured")
+    parser.add_argument("--mezzo", type=pathlib.Path, default=ROOT, help="the checkout to measure")
     parser.add_argument("--torch", type=pathlib.Path, default=ROOT / ".deps/libtorch")
     parser.add_argument("--flags", default="-O2")
-    parser.add_argument("--only", default="", help="lines whose name has this in it")
+    parser.add_argument("--only", default="", help="rows whose name contains this text")
     options = parser.parse_args()
 
-    with tempfile.TemporaryDirectory() as folder:
-        compiler = Compiler(options, pathlib.Path(folder))
-        lines = [line for line in LINES if options.only in line.name]
+    with tempfile.TemporaryDirectory() as directory:
+        compiler = Compiler(options, pathlib.Path(directory))
+        rows = [row for row in ROWS if options.only in row.name]
         print(f"{'':38} {'CPU':>9} {'peak':>11} {'allocated':>11} {'objects':>12} {'program':>14}")
         library = []
-        if any(line.is_compiled and line.has_loop for line in lines):
+        if any(row.is_compiled and row.has_loop for row in rows):
             sources = sorted((options.mezzo / "include/mezzo").rglob("*.cpp"))
             made = [compiler.compile(source, ("-DMEZZO_COMPILED_LIB",)) for source in sources]
             library = [target for target, _ in made]
-            print(f"{'mezzo::compiled itself, once':38} {sum(cost.seconds for _, cost in made):7.1f} s "
+            print(f"{'mezzo::compiled':38} {sum(cost.seconds for _, cost in made):7.1f} s "
                   f"{max(cost.mebibytes for _, cost in made):7.0f} MiB "
                   f"{sum(cost.allocated for _, cost in made):7.0f} MiB {kibibytes(library):8.0f} KiB", flush=True)
-        for line in lines:
-            measure(line, compiler, library)
+        for row in rows:
+            measure(row, compiler, library)
 
 
 if __name__ == "__main__":

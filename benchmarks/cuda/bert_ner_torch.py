@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""bert_ner in Python's torch.amp, on the same model, data, batches, rate, schedule and clipping.
+"""The BERT NER example in Python's torch.amp, with equal model, data, batches, lr, schedule and clipping.
 
     bert_ner_torch.py MODEL CONLL [--precision fp32|tf32|fp16|bf16] [--device cuda] [--batch-size N] [--max-steps N]
 
-Prints a line of JSON. Needs a Python with torch, and nothing else.
+Prints a line of JSON. Needs a Python with torch only.
 """
 import argparse
 import json

@@ -23,6 +23,7 @@
 
 #include <mezzo/autocast/autocast_guard.h>
 #include <mezzo/kernels/compute_grad_stats.h>
+#include <mezzo/kernels/unscale.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/adamw8bit.h>
 #include <mezzo/optim/lion.h>
@@ -44,7 +45,7 @@
 #include <utility>
 #include <vector>
 
-#include "../../tests/cuda/gpu.h"
+#include "../../tests/cuda/cuda_device.h"
 #include "../encoder.h"
 #include "../optim/shapes.h"
 
@@ -61,7 +62,7 @@ constexpr double kDecay = 0.01;
 
 struct Options {
   int rounds = 11;
-  bool is_small = false;  ///< small shapes, whose times mean nothing
+  bool is_small = false;  ///< small shapes, for tests; times are meaningless
 };
 
 Tensors parameters_of(const optim_bench::Model& model) {
@@ -87,7 +88,7 @@ Tensors copies_of(const Tensors& tensors) {
   return copies;
 }
 
-/// From gradients to new parameters.
+/// Updates parameters from gradients.
 class Stepper {
  public:
   Stepper() = default;
@@ -116,7 +117,7 @@ class Mezzo : public Stepper {
   mezzo::GradScaler scaler_;
 };
 
-/// With `found_inf` handed to _fused_adamw_, so that nothing waits for the device.
+/// Passes found_inf to _fused_adamw_, without a sync.
 class Aten : public Stepper {
  public:
   explicit Aten(const Tensors& parameters) : parameters_(parameters) {
@@ -152,7 +153,7 @@ class Aten : public Stepper {
 /// One variant of a row.
 struct Way {
   std::string peer;
-  double bytes;  ///< fewest bytes that it has to move; 0: not known
+  double bytes;  ///< minimum bytes moved; 0: unknown
   std::function<void()> run;
   std::function<void()> before = [] {};  ///< called before each run, not timed
   bool counts_launches = true;

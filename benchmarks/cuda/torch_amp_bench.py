@@ -3,7 +3,7 @@
 
     torch_amp_bench.py [--small] [--device cpu]
 
-Prints cuda_bench's lines of JSON, measured in the same way. Needs a Python with torch.
+Prints cuda_bench's lines of JSON, measured like it. Needs a Python with torch.
 """
 import json
 import statistics
@@ -17,7 +17,7 @@ SMALL = "--small" in sys.argv
 DEVICE = "cpu" if "cpu" in sys.argv else "cuda"
 PEER = "Python torch.amp"
 SCALE = 65536.0
-CYCLES = 100_000_000  # some 60 ms, in which the host runs ahead
+CYCLES = 100_000_000  # about 60 ms, in which the host runs ahead
 
 
 def wait():

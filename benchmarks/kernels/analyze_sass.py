@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""Reads what nvcc made of mezzo's CUDA kernels: a table of each kernel on each architecture.
+"""Analyzes the machine code of mezzo's CUDA kernels: a table of each kernel on each architecture.
 
     analyze_sass.py [--architectures 80,86,89,90,100,120]   compiles the kernels, prints the table
-    analyze_sass.py --check                                 fails where a kernel misses a goal (missed_goals)
+    analyze_sass.py --check                                 fails if a kernel misses a goal (missed_goals)
 
-Registers, stack, shared memory and local accesses (a spill is one) are of the whole kernel. Instructions an element are
-counted in its pack loop, on the shortest way round that moves whole packs only: nothing published or cleared,
-no tail, and of divisions and roots the way without a subnormal number. A warp has an instruction for each of them to issue,
-whether its predicate holds or not.
+Registers, stack, shared memory and local accesses (such as spills) are of the whole kernel. Instructions per element are
+counted in the vectorized loop, on its shortest path that moves whole vectors only: without model parameters, zeroed
+gradients or a tail, and with the path of divisions and roots without subnormals. Predicated instructions count, since a
+warp issues them either path.
 
-Needs nvcc and cuobjdump, on PATH, in CUDA's usual folder or in .deps/venv (bootstrap-requirements.txt pins PyPI's).
+Needs nvcc and cuobjdump, on PATH, in CUDA's usual directory or in .deps/venv (bootstrap installs PyPI's).
 """
 
 import argparse
@@ -26,9 +26,10 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 ARCHITECTURES = ["80", "86", "89", "90", "100", "120"]
 BYTES = {"float": 4, "double": 8, "c10::Half": 2, "c10::BFloat16": 2}
 LOADS = ("LDG", "LD")
-MOMENTS = {"AdamFunctor<false>": 2, "AdamFunctor<true>": 3, "SgdFunctor<false>": 0, "SgdFunctor<true>": 1, "LionFunctor": 1}
+MOMENTS = {"AdamFunctor<false>": 2, "AdamFunctor<true>": 3, "SgdFunctor<false>": 0, "SgdFunctor<true>": 1,
+           "LionFunctor": 1}
 
-# --- What cuobjdump prints ---------------------------------------------------------------------------------------------
+# --- cuobjdump output ---------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -43,7 +44,7 @@ class Instruction:
         return self.opcode.split(".")[0]
 
     def target(self):
-        """Where a branch goes to, or None."""
+        """The target of a branch, or None."""
         found = re.search(r"0x([0-9a-f]+)\s*$", self.operands)
         return int(found.group(1), 16) if found else None
 
@@ -77,11 +78,11 @@ def parse_usage(text):
     return usage
 
 
-# --- The way round a loop ----------------------------------------------------------------------------------------------
+# --- Loop paths ---------------------------------------------------------------------------------------------------------
 
 
 def is_jump(instruction):
-    """A call on a condition is how ptxas leaves a loop on sm_80; those of functions have none."""
+    """On sm_80 ptxas leaves loops by conditional calls; calls of functions are unconditional."""
     return instruction.name == "CALL" and instruction.predicate != ""
 
 
@@ -107,7 +108,7 @@ class Graph:
         for start, following in zip(starts, starts[1:] + [None]):
             last = self.blocks[start][-1]
             to = []
-            # `@P0 BRA P1, 0x...` has two predicates, of which one is an operand.
+            # `@P0 BRA P1, 0x...` has a second predicate as an operand.
             is_certain = not last.predicate and not re.match(r"!?U?P\d", last.operands)
             if (last.name == "BRA" or is_jump(last)) and last.target() in self.blocks:
                 to.append(last.target())
@@ -136,7 +137,7 @@ class Graph:
         return found, before
 
     def loops(self):
-        """[(header, [blocks that jump back to it], blocks of the loop)]"""
+        """[(header, [latch blocks], blocks of the loop)]"""
         dominators, before = self.dominators()
         ends = {}
         for block, to in self.next.items():
@@ -152,8 +153,8 @@ class Graph:
                     open_blocks += before[block]
             yield header, latches, body
 
-    def shortest_way(self, header, latches, body, is_allowed):
-        """The instructions of the shortest way round a loop through allowed blocks; None if there is none."""
+    def shortest_path(self, header, latches, body, is_allowed):
+        """The instructions of the shortest path of a loop through allowed blocks, or None."""
         best = {}  # block: (instructions up to its end, the block before)
         waiting = [(0, header, None)]
         while waiting:
@@ -166,37 +167,37 @@ class Graph:
         reached = [latch for latch in latches if latch in best]
         if not reached:
             return None
-        way, block = [], min(reached, key=lambda latch: best[latch][0])
+        path, block = [], min(reached, key=lambda latch: best[latch][0])
         while block is not None:
-            way = self.blocks[block] + way
+            path = self.blocks[block] + path
             block = best[block][1]
-        return way
+        return path
 
 
 def access_bytes(instruction):
-    """Of an access to global memory by one thread, or 0."""
+    """Bytes of a thread's access to global memory, or 0."""
     if instruction.name not in ("LDG", "STG", "LD", "ST"):
         return 0
     sizes = {"256": 32, "128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
     return next((sizes[word] for word in instruction.opcode.split(".") if word in sizes), 4)
 
 
-def loaded(way):
-    """Bytes, without what is loaded on a condition."""
-    return sum(access_bytes(one) for one in way if one.name in LOADS and not one.predicate)
+def loaded(path):
+    """Bytes of unconditional loads."""
+    return sum(access_bytes(one) for one in path if one.name in LOADS and not one.predicate)
 
 
-def pack_loop(graph, smallest, is_written=False):
-    """The way round the loop that moves most by loads of at least `smallest` bytes, and writes if that is asked for."""
+def vectorized_loop(graph, smallest, is_written=False):
+    """The path of the loop that loads the most bytes, by loads of at least `smallest` bytes, and stores if is_written."""
     def is_allowed(block):
         return not any(one.name == "CALL" and not is_jump(one)
                        or 0 < access_bytes(one) < smallest and not one.predicate for one in block)
 
 
-    ways = [graph.shortest_way(*loop, is_allowed) for loop in graph.loops()]
-    ways = [way for way in ways if way and loaded(way) > 0
-            and (not is_written or any(one.name in ("STG", "ST") for one in way))]
-    return max(ways, key=lambda way: (loaded(way), len(way)), default=None)
+    paths = [graph.shortest_path(*loop, is_allowed) for loop in graph.loops()]
+    paths = [path for path in paths if path and loaded(path) > 0
+            and (not is_written or any(one.name in ("STG", "ST") for one in path))]
+    return max(paths, key=lambda path: (loaded(path), len(path)), default=None)
 
 
 def class_of(instruction):
@@ -220,7 +221,7 @@ def class_of(instruction):
 
 
 def arguments_of(name):
-    """The template arguments, at the outer level."""
+    """The outer template arguments."""
     opened = name.find("<")
     if opened < 0:
         return []
@@ -254,11 +255,11 @@ def plain_name(demangled):
 
 @dataclasses.dataclass
 class Kernel:
-    title: str             # "Adam half"
-    loaded: int = 0        # bytes that an element's pass reads; 0 where there is no pack loop
+    title: str             # "Adam float16"
+    loaded: int = 0        # bytes loaded per element; 0 without a vectorized loop
     stored: int = 0
-    gradient: int = 0      # bytes of a gradient whose loads have a condition: its dtype and alignment
-    smallest: int = 8      # bytes that a thread moves at once
+    gradient: int = 0      # bytes of a gradient, whose loads depend on its dtype and alignment
+    smallest: int = 8      # bytes of a vector load
 
 
 TITLES = {"AdamFunctor<false>": "Adam", "AdamFunctor<true>": "Adam amsgrad", "SgdFunctor<false>": "SGD",
@@ -268,36 +269,36 @@ TITLES = {"AdamFunctor<false>": "Adam", "AdamFunctor<true>": "Adam amsgrad", "Sg
 def kernel_of(demangled):
     name = plain_name(demangled)
     kind, arguments = name.split("<")[0], arguments_of(name)
-    short = {"c10::Half": "half", "c10::BFloat16": "bfloat16"}
+    short = {"c10::Half": "float16", "c10::BFloat16": "bfloat16"}
     words = [short.get(argument, argument) for argument in arguments]
     smallest = 16 if arguments and arguments[0] == "double" else 8
     if kind in ("grad_stats_kernel", "unscale_kernel"):
         own = BYTES[arguments[0]]
         return Kernel(f"{kind[:-7]} {words[0]}", own, own if kind == "unscale_kernel" else 0, smallest=16)
-    if kind == "adamw8bit_kernel":  # no loop over packs alone: tails and formats of moments are branches
+    if kind == "adamw8bit_kernel":  # no purely vectorized loop: tails and moment formats are branches
         return Kernel(f"AdamW8bit {words[0]}")
     if kind != "optimizer_step_kernel":
         return Kernel(kind[:-7])
-    rule, weights = arguments[1], arguments[2]
+    functor, weight_format = arguments[1], arguments[2]
     parameter = BYTES[arguments[0]]
-    gradient = 8 if parameter == 8 else 4  # the shortest way is that of gradients that need no conversion
-    moment = 4 if "Split" in weights else parameter
-    halves = 2 if "Split" in weights else 0
-    moments = moment * MOMENTS.get(rule, 2)
-    read = parameter + moments + halves
-    written = parameter + halves + moments
-    how = " split" if "Split" in weights else " stochastic" if "Stochastic" in weights else ""
-    return Kernel(f"{TITLES.get(rule, rule)} {words[0]}{how}", read, written, gradient, smallest)
+    gradient = 8 if parameter == 8 else 4  # the shortest path is that of gradients without conversion
+    moment = 4 if "Split" in weight_format else parameter
+    low_bits = 2 if "Split" in weight_format else 0
+    moments = moment * MOMENTS.get(functor, 2)
+    read = parameter + moments + low_bits
+    written = parameter + low_bits + moments
+    how = " split" if "Split" in weight_format else " stochastic" if "Stochastic" in weight_format else ""
+    return Kernel(f"{TITLES.get(functor, functor)} {words[0]}{how}", read, written, gradient, smallest)
 
 
 def demangled(names):
     tool = shutil.which("c++filt") or sys.exit("c++filt, of binutils, is missing")
-    said = subprocess.run([tool], input="\n".join(names), capture_output=True, text=True, check=True).stdout
-    return dict(zip(names, said.splitlines()))
+    output = subprocess.run([tool], input="\n".join(names), capture_output=True, text=True, check=True).stdout
+    return dict(zip(names, output.splitlines()))
 
 
 def rows_of(architecture, sass, usage):
-    """One row a kernel of an architecture, as a dictionary."""
+    """A dictionary for each kernel of an architecture."""
     functions, resources = parse_sass(sass), parse_usage(usage)
     names = demangled([name for name in functions if "_kernel" in name])
     rows = []
@@ -307,12 +308,12 @@ def rows_of(architecture, sass, usage):
                "shared": used["SHARED"], "local": sum(one.name in ("LDL", "STL") for one in instructions),
                "wide_loads": sum(one.name in LOADS and access_bytes(one) >= 16 for one in instructions),
                "bytes": kernel.loaded + kernel.stored + kernel.gradient}
-        way = pack_loop(Graph(instructions), kernel.smallest, kernel.stored > 0) if kernel.loaded else None
-        if way:
-            elements = loaded(way) / kernel.loaded
+        path = vectorized_loop(Graph(instructions), kernel.smallest, kernel.stored > 0) if kernel.loaded else None
+        if path:
+            elements = loaded(path) / kernel.loaded
             row["elements"] = elements
-            row["instructions"] = len(way) / elements
-            for one in way:
+            row["instructions"] = len(path) / elements
+            for one in path:
                 key = class_of(one)
                 row[key] = row.get(key, 0) + 1 / elements
         rows.append(row)
@@ -336,24 +337,24 @@ def table_of(rows):
 
 
 def missed_goals(rows):
-    """What a row says that a kernel was not to do, in words."""
+    """Messages for the goals that rows miss."""
     for row in rows:
         name = f"{row['kernel']} on sm_{row['sm']}"
         if row["local"] or row["stack"]:
             yield f"{name} has {row['stack']} bytes of stack and {row['local']} local accesses"
         if "instructions" not in row or "double" in row["kernel"]:
             continue
-        # Sums of squares are carried into a double, once a run.
-        carries = row["kernel"].startswith("grad_stats")
-        if row.get("fp64", 0) > (1 if carries else 0):
-            yield f"{name} takes {row['fp64']:.2f} double-precision instructions an element"
-        limit = 40 if row["kernel"] == "Adam half" else 6 if row["kernel"].startswith("grad_stats") else None
+        # A sum of squares is added to a float64 once per iteration.
+        uses_fp64 = row["kernel"].startswith("grad_stats")
+        if row.get("fp64", 0) > (1 if uses_fp64 else 0):
+            yield f"{name} takes {row['fp64']:.2f} float64 instructions per element"
+        limit = 40 if row["kernel"] == "Adam float16" else 6 if row["kernel"].startswith("grad_stats") else None
         if limit and row["instructions"] > limit:
-            yield f"{name} takes {row['instructions']:.2f} instructions an element, of {limit}"
+            yield f"{name} takes {row['instructions']:.2f} instructions per element, limit {limit}"
 
 
 def rows_of_table(text):
-    """The rows of a table that table_of made."""
+    """Parses the output of table_of."""
     keys = ["registers", "stack", "local", "shared", "wide_loads", "bytes", "instructions", *CLASSES]
     rows = []
     for line in text.splitlines()[1:]:
@@ -362,7 +363,7 @@ def rows_of_table(text):
     return rows
 
 
-# --- Compiling ---------------------------------------------------------------------------------------------------------
+# --- Compilation --------------------------------------------------------------------------------------------------------
 
 
 def tool(name):

@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""What bounds each of mezzo's CUDA kernels on each card: derived from the table of analyze_sass.py, not measured.
+"""Roofline of mezzo's CUDA kernels on each card: derived from the table of analyze_sass.py, not measured.
 
     ./bootstrap sass >sass.txt; roofline.py sass.txt
 
-An element takes a kernel as long as the slowest of five resources needs for it: memory its bytes, a multiprocessor's
-four schedulers its instructions (one a clock each, for 32 threads), and the units for integers, for double precision
-and for reciprocals and roots theirs. Integer multiplications, which have units of their own, are counted with the
-integers: the bound is then too high, never too low. Printed is that resource, and its time over memory's: 1.00 is as fast as memory allows.
-What this leaves out (latency, caches, clocks below the boost, a launch's beginning and end) makes kernels slower.
+A kernel's time per element is that of the slowest of five resources: memory for its bytes, a multiprocessor's four
+schedulers for its instructions (one per clock each, for 32 threads), and the units for integers, for float64 and for
+reciprocals and roots. Integer multiplications have separate units but are counted as integers: the bound may be too
+high, never too low. Printed are the slowest resource and its time relative to memory's: 1.00 is memory-bound. Latency,
+caches, clocks below the boost clock and the begin and end of a launch are left out and make kernels slower.
 
-Rates a clock and multiprocessor: "Throughput of Native Arithmetic Instructions" in NVIDIA's CUDA C++ Programming Guide,
-https://docs.nvidia.com/cuda/cuda-c-programming-guide/. Multiprocessors, boost clock (GHz) and bandwidth (GB/s): each
+Rates per clock and multiprocessor: "Throughput of Native Arithmetic Instructions" in NVIDIA's CUDA C++ Programming Guide,
+https://docs.nvidia.com/cuda/cuda-c-programming-guide/. Multiprocessors, boost clock (GHz) and bandwidth (GB/s): the
 card's data sheet at https://www.nvidia.com.
 """
 
@@ -27,9 +27,9 @@ class Card:
     multiprocessors: int
     clock: float
     bandwidth: float
-    fp64: int          # results a clock and multiprocessor
+    fp64: int          # results per clock and multiprocessor
     special: int = 16
-    integer: int = 64  # of 32 bits: additions, comparisons, shifts, logic; published up to 9.0, taken for newer cards too
+    integer: int = 64  # 32-bit additions, comparisons, shifts, logic; published up to 9.0, assumed for newer cards
     issue: int = 128   # 4 schedulers x 32 threads
 
 
@@ -47,8 +47,8 @@ CARDS = {
 
 
 def times_of(row, card):
-    """Picoseconds that each resource needs for an element."""
-    clocks = card.multiprocessors * card.clock * 1e-3  # of all multiprocessors, in a picosecond
+    """Picoseconds per element of each resource."""
+    clocks = card.multiprocessors * card.clock * 1e-3  # of all multiprocessors, per picosecond
     return {"memory": row["bytes"] / card.bandwidth * 1e3,
             "issue": row["instructions"] / (card.issue * clocks),
             "integer": row.get("integer", 0) / (card.integer * clocks),
@@ -57,7 +57,7 @@ def times_of(row, card):
 
 
 def bound_of(row, card):
-    """(the slowest resource, its time over memory's)"""
+    """(slowest resource, its time relative to memory's)"""
     times = times_of(row, card)
     slowest = max(times, key=lambda name: (times[name], name == "memory"))
     return slowest, times[slowest] / times["memory"]
@@ -66,7 +66,7 @@ def bound_of(row, card):
 def table_of(rows):
     counted = {(row["kernel"], row["sm"]): row for row in rows if "instructions" in row}
     kernels = sorted({kernel for kernel, _ in counted if "large table" not in kernel})
-    lines = ["derived, not measured: the slowest resource, and its time over memory's", "",
+    lines = ["derived, not measured: the slowest resource, and its time relative to memory's", "",
              f"{'':{analyze_sass.WIDTH}} " + " ".join(f"{name:>12}" for name in CARDS)]
     for kernel in kernels:
         cells = []

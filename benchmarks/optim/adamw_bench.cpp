@@ -1,27 +1,26 @@
-// From the end of backward to updated parameters: unscale, check for inf, clip at norm 1, AdamW,
-// clear the gradients. Everyone gets the same shapes and gradients, in memory of their own; rounds
-// are interleaved, so that a machine that slows down slows all of them, and ratios are the medians
-// of each round's ratio.
+// Time from the end of backward to updated parameters: unscale, check for inf, clip at norm 1,
+// AdamW, zero gradients. All variants have equal shapes and gradients, in separate memory. Rounds
+// are interleaved, so that a slow machine slows all, and ratios are medians of each round's ratio.
 //
 //   mezzo    scaler.step(optimizer, {.max_norm = 1, .zero_grad = true})
 //   8bit     AdamW8bit, whose gradients are unscaled and clipped before its step
-//   bf16     mezzo with bfloat16 weights and moments, rounded stochastically: 18 bytes a parameter
-//            in place of 36
-//   split    bfloat16 weights, the upper halves of floats: 30 bytes
-//   master   bfloat16 weights beside float masters: 34 bytes
+//   bf16     mezzo with bfloat16 weights and moments, stochastic rounding: 18 bytes per parameter
+//            instead of 36
+//   split    bfloat16 weights with split masters: 30 bytes
+//   master   bfloat16 weights with float32 masters: 34 bytes
 //   bf16/8   AdamW8bit with bfloat16 weights
-//   loop     what a C++ user writes today: foreach unscale, clip_grad_norm_, torch::optim::AdamW
-//   chain    what torch.amp documents: foreach unscale, foreach norm, foreach mul, _fused_adamw_
+//   loop     today's C++ loop: foreach unscale, clip_grad_norm_, torch::optim::AdamW
+//   chain    torch.amp's chain: foreach unscale, foreach norm, foreach mul, _fused_adamw_
 //   folded   the fewest bytes that libtorch allows: foreach norm of scaled gradients, then
 //            _fused_adamw_ with grad_scale = scale / clip and found_inf
 //
-// Beside each of mezzo's fused rows stands the bare traffic of its bytes: a loop that computes
-// nothing reads the gradients once, as the check does, then reads all streams of the step, writes
-// those that the step writes, and clears the gradients.
+// Each fused mezzo variant is compared with bare traffic of its bytes: a loop without computation
+// that reads the gradients once, as the check does, then reads all arrays of the step, writes those
+// that the step writes, and zeroes the gradients.
 //
-// All gradients are cleared in place (memset), as flat buckets need it.
+// Gradients are zeroed in place (memset), as flat buckets need it.
 //
-//   adamw_bench [rounds [name...]]    all rows, or those that are named
+//   adamw_bench [rounds [name...]]    all variants, or those named
 
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/adamw8bit.h>
@@ -65,7 +64,7 @@ std::vector<at::Tensor> parameters_of(const optim_bench::Model& model, at::Scala
   return parameters;
 }
 
-/// One way of doing a step.
+/// A variant of a step.
 class Peer {
  public:
   explicit Peer(const optim_bench::Model& model, at::ScalarType dtype = at::kFloat)
@@ -76,7 +75,7 @@ class Peer {
   Peer& operator=(const Peer&) = delete;
   virtual ~Peer() = default;
 
-  /// What backward would leave; not timed.
+  /// Sets gradients as backward does; not timed.
   virtual void fill_gradients() {
     const at::NoGradGuard no_grad;
     for (std::size_t i = 0; i < parameters_.size(); ++i) {
@@ -119,7 +118,7 @@ class Mezzo : public Peer {
   mezzo::GradScaler scaler_;
 };
 
-/// An ordinary optimizer: the scaler unscales, checks and clips before its step.
+/// A torch optimizer: the scaler unscales, checks and clips before its step.
 class In8Bits : public Peer {
  public:
   In8Bits(const optim_bench::Model& model, at::ScalarType dtype)
@@ -140,7 +139,7 @@ class In8Bits : public Peer {
   mezzo::GradScaler scaler_;
 };
 
-/// Where ATen's own kernels keep the scale.
+/// Scale tensors for ATen's kernels.
 class AtenPeer : public Peer {
  public:
   using Peer::Peer;
@@ -229,34 +228,34 @@ class Folded : public FusedKernel {
   }
 };
 
-/// Streams of one length, with the bytes of an element of each. The first is the gradient's.
-struct Streams {
+/// Arrays of one length and their bytes per element. The first is the gradient.
+struct Arrays {
   std::vector<char*> data;
   std::vector<int64_t> bytes;
   int64_t count;
 };
 
-/// Adds the gradient to all other streams, as bits, and clears it.
+/// Adds the bits of the gradient to all other arrays, and zeroes it.
 template <class Element, class Vec>
 struct StreamKernel {
-  C10_ALWAYS_INLINE static void run(const Streams& streams) {
+  C10_ALWAYS_INLINE static void run(const Arrays& arrays) {
     using Bits = typename Vec::Bits;
-    constexpr int64_t kBlock = Vec::kUnroll * Vec::kWidth;
+    constexpr int64_t kTileElements = Vec::kUnroll * Vec::kWidth;
     const auto vectors_of = [&](std::size_t k) C10_ALWAYS_INLINE_ATTRIBUTE {
-      return streams.bytes[k] * kBlock / int64_t{sizeof(Bits)};
+      return arrays.bytes[k] * kTileElements / int64_t{sizeof(Bits)};
     };
     const auto at = [&](std::size_t k, int64_t i, int64_t v) C10_ALWAYS_INLINE_ATTRIBUTE {
-      return reinterpret_cast<typename Vec::Stored*>(streams.data[k] + i * streams.bytes[k] +
+      return reinterpret_cast<typename Vec::Stored*>(arrays.data[k] + i * arrays.bytes[k] +
                                                      v * int64_t{sizeof(Bits)});
     };
     const Bits zero{};
-    for (int64_t i = 0; i + kBlock <= streams.count; i += kBlock) {
+    for (int64_t i = 0; i + kTileElements <= arrays.count; i += kTileElements) {
       Bits sum{};
       for (int64_t v = 0; v < vectors_of(0); ++v) {
         Vec::load(at(0, i, v), sum);
         Vec::store(zero, at(0, i, v));
       }
-      for (std::size_t k = 1; k < streams.data.size(); ++k) {
+      for (std::size_t k = 1; k < arrays.data.size(); ++k) {
         for (int64_t v = 0; v < vectors_of(k); ++v) {
           Bits bits;
           Vec::load(at(k, i, v), bits);
@@ -277,30 +276,30 @@ struct ReadKernel {
       Vec::load(reinterpret_cast<const typename Vec::Stored*>(data + i), bits);
       all = all | bits;
     }
-    typename Vec::Mask flags;
-    mezzo::detail::reinterpret_bits(all, flags);
-    return Vec::any(flags);
+    typename Vec::Mask mask;
+    mezzo::detail::reinterpret_bits(all, mask);
+    return Vec::any(mask);
   }
 };
 
-/// The traffic of a step on streams of these bytes an element, of which the first is the
-/// gradient's.
+/// The memory traffic of a step on arrays of these bytes per element, the first of them the
+/// gradient.
 class BareTraffic {
 #if defined(__GNUC__) && defined(__x86_64__)
-  // Not by mezzo::detail::kernel_for_isa, which tunes for loops with constants.
+  // Not mezzo::detail::kernel_for_isa, which tunes for loops with constants.
   template <int kBytes>
-  using Vec = mezzo::detail::SimdVec<float, kBytes>;
+  using FloatVec = mezzo::detail::SimdVec<float, kBytes>;
   __attribute__((target("avx512f,avx512bw"))) static bool read_avx512(const char* data, int64_t n) {
-    return ReadKernel<float, Vec<64>>::run(data, n);
+    return ReadKernel<float, FloatVec<64>>::run(data, n);
   }
   __attribute__((target("avx2"))) static bool read_avx2(const char* data, int64_t n) {
-    return ReadKernel<float, Vec<32>>::run(data, n);
+    return ReadKernel<float, FloatVec<32>>::run(data, n);
   }
-  __attribute__((target("avx512f,avx512bw"))) static void stream_avx512(const Streams& streams) {
-    StreamKernel<float, Vec<64>>::run(streams);
+  __attribute__((target("avx512f,avx512bw"))) static void stream_avx512(const Arrays& arrays) {
+    StreamKernel<float, FloatVec<64>>::run(arrays);
   }
-  __attribute__((target("avx2"))) static void stream_avx2(const Streams& streams) {
-    StreamKernel<float, Vec<32>>::run(streams);
+  __attribute__((target("avx2"))) static void stream_avx2(const Arrays& arrays) {
+    StreamKernel<float, FloatVec<32>>::run(arrays);
   }
 #endif
   static auto kernels() {
@@ -319,16 +318,16 @@ class BareTraffic {
   BareTraffic(const optim_bench::Model& model, const std::vector<int64_t>& bytes) {
     for (const auto& shape : model.shapes) {
       const int64_t count = c10::multiply_integers(shape);
-      Streams all{{}, bytes, count};
+      Arrays all{{}, bytes, count};
       for (const int64_t each : bytes) {
         memory_.push_back(at::zeros({count * each}, at::kByte));
         all.data.push_back(static_cast<char*>(memory_.back().data_ptr()));
       }
-      for (int64_t begin = 0; begin < count; begin += kPiece) {
-        Streams piece = all;
-        piece.count = std::min(kPiece, count - begin);
-        for (std::size_t k = 0; k < bytes.size(); ++k) piece.data[k] += begin * bytes[k];
-        pieces_.push_back(std::move(piece));
+      for (int64_t begin = 0; begin < count; begin += kChunkElements) {
+        Arrays chunk = all;
+        chunk.count = std::min(kChunkElements, count - begin);
+        for (std::size_t k = 0; k < bytes.size(); ++k) chunk.data[k] += begin * bytes[k];
+        chunks_.push_back(std::move(chunk));
       }
     }
   }
@@ -342,21 +341,21 @@ class BareTraffic {
   void step() const {
     const auto [read, stream] = kernels();
     const auto for_each = [this](const auto& work) {
-      mezzo::detail::parallel_dynamic(static_cast<int64_t>(pieces_.size()), [&](int64_t i) {
-        work(pieces_[static_cast<std::size_t>(i)]);
+      mezzo::detail::parallel_dynamic(static_cast<int64_t>(chunks_.size()), [&](int64_t i) {
+        work(chunks_[static_cast<std::size_t>(i)]);
       });
     };
-    for_each([&](const Streams& piece) { read(piece.data[0], piece.count * piece.bytes[0]); });
+    for_each([&](const Arrays& chunk) { read(chunk.data[0], chunk.count * chunk.bytes[0]); });
     for_each(stream);
   }
 
  private:
-  static constexpr int64_t kPiece = 131072;
+  static constexpr int64_t kChunkElements = 131072;
   std::vector<at::Tensor> memory_;
-  std::vector<Streams> pieces_;
+  std::vector<Arrays> chunks_;
 };
 
-/// The CPU's name, as Linux has it.
+/// Returns the CPU name of /proc/cpuinfo.
 std::string cpu_name() {
   std::ifstream file("/proc/cpuinfo");
   for (std::string line; std::getline(file, line);) {
@@ -388,7 +387,8 @@ void compare(const optim_bench::Model& model, int rounds, const std::vector<std:
   struct Row {
     const char* name;
     std::unique_ptr<Peer> peer;
-    std::vector<int64_t> bytes;  // of its streams; empty: no bare traffic beside it
+    std::vector<int64_t>
+        bytes;  // per element of its arrays; empty: no comparison with bare traffic
     std::unique_ptr<BareTraffic> bare;
     std::vector<double> times;
     std::vector<double> bare_times;

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Puts 8-bit AdamW of Python, bitsandbytes' and torchao's, beside mezzo's, on the same shapes.
+"""Compares Python's 8-bit AdamW (bitsandbytes, torchao) with mezzo's, on equal shapes.
 
     pip install bitsandbytes==0.50.2 torchao
     compare_8bit.py build/bench/benchmarks/adamw_bench
 
-mezzo's time is that of the whole step: unscale, check, clip, update, gradients cleared. Python's is that of
-`optimizer.step()` alone, in float weights. The programs take turns, for each of them wants all cores; ratios are the
-medians over turns. A package that is not installed is left out. torchao's step is compiled by torch.compile, which
-wants a C++ compiler; its first steps, which compile, are not counted.
+mezzo's time is of the whole step: unscale, check, clip, update, zero gradients. Python's is of `optimizer.step()` alone,
+with float32 weights. The programs alternate, since each uses all cores; ratios are medians over alternations. A package
+that is not installed is skipped. torchao's step is compiled by torch.compile, which needs a C++ compiler; its first steps,
+which compile, are not counted.
 """
 import re
 import statistics
@@ -23,7 +23,16 @@ ROUNDS = 5  # of each program within a turn, after two that warm up
 
 
 def optimizers():
-    """Name and class of each 8-bit AdamW that can be imported."""
+    """Compares Python's 8-bit AdamW (bitsandbytes, torchao) with mezzo's, on equal shapes.
+
+    pip install bitsandbytes==0.50.2 torchao
+    compare_8bit.py build/bench/benchmarks/adamw_bench
+
+mezzo's time is of the whole step: unscale, check, clip, update, zero gradients. Python's is of `optimizer.step()` alone,
+with float32 weights. The programs alternate, since each uses all cores; ratios are medians over alternations. A package
+that is not installed is skipped. torchao's step is compiled by torch.compile, which needs a C++ compiler; its first steps,
+which compile, are not counted.
+"""
     try:
         import bitsandbytes
 
@@ -54,7 +63,16 @@ class Peer:
 
 
 def mezzo_milliseconds(program):
-    """The medians of the row 8bit that adamw_bench prints, by model."""
+    """Compares Python's 8-bit AdamW (bitsandbytes, torchao) with mezzo's, on equal shapes.
+
+    pip install bitsandbytes==0.50.2 torchao
+    compare_8bit.py build/bench/benchmarks/adamw_bench
+
+mezzo's time is of the whole step: unscale, check, clip, update, zero gradients. Python's is of `optimizer.step()` alone,
+with float32 weights. The programs alternate, since each uses all cores; ratios are medians over alternations. A package
+that is not installed is skipped. torchao's step is compiled by torch.compile, which needs a C++ compiler; its first steps,
+which compile, are not counted.
+"""
     command = [program, str(ROUNDS), "8bit"]
     text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     found = re.findall(r"^(.+?): .* tensors\n +8bit +([0-9.]+) ms", text, re.MULTILINE)

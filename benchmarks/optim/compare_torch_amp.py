@@ -1,11 +1,10 @@
 #!/usr/bin/env python3
-"""Puts Python's torch.amp with AdamW(fused=True) beside mezzo's AdamW, on the same shapes.
+"""Compares Python's torch.amp with AdamW(fused=True) and mezzo's AdamW, on equal shapes.
 
     compare_torch_amp.py build/bench/benchmarks/adamw_bench
 
-From the end of backward to updated parameters: unscale_, clip_grad_norm_, step, update, gradients
-cleared in place. The two programs take turns, for each of them wants all cores; ratios are the
-medians over turns. Needs a Python with torch.
+Time from the end of backward to updated parameters: unscale_, clip_grad_norm_, step, update, gradients zeroed in place.
+The programs alternate, since each uses all cores; ratios are medians over alternations. Needs a Python with torch.
 """
 import re
 import statistics
@@ -16,12 +15,12 @@ import time
 import torch
 
 TURNS = 5
-ROUNDS = 7  # of Python within a turn; adamw_bench is told the same
+ROUNDS = 7  # per alternation, of both programs
 SCALE = 65536.0
 
 
 def bert(vocabulary, layers, hidden):
-    """As benchmarks/optim/shapes.h has it."""
+    """The shapes of benchmarks/optim/shapes.h."""
     inner = 4 * hidden
     shapes = [(vocabulary, hidden), (512, hidden), (2, hidden), (hidden,), (hidden,)]
     layer = 4 * [(hidden, hidden), (hidden,)] + [(inner, hidden), (inner,), (hidden, inner)]

@@ -11,7 +11,7 @@ struct Model {
   std::vector<std::vector<int64_t>> shapes;
 };
 
-/// A BERT encoder's parameters.
+/// Parameter shapes of a BERT encoder.
 inline Model bert(const std::string& name, int64_t vocabulary, int64_t layers, int64_t hidden) {
   Model model{name, {{vocabulary, hidden}, {512, hidden}, {2, hidden}, {hidden}, {hidden}}};
   const int64_t feed_forward = 4 * hidden;

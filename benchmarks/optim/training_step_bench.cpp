@@ -1,13 +1,13 @@
-// What each way of mixed-precision training costs, in memory and in time.
+// Memory and time of variants of mixed-precision training.
 //
-//   memory   bytes a parameter that libtorch's allocator has given out: between two steps, gradients
-//            included, and the most within a step. Of eight bias-free Linear modules of 1024 x 1024
-//            with one row of input, so that next to nothing is activations.
-//   a step   forward, backward and update of a BERT-shaped encoder with a small batch, where casts
-//            of weights weigh most.
+//   memory   bytes per parameter allocated by libtorch: between two steps, gradients included, and the
+//            peak within a step. Of eight bias-free Linear modules of 1024 x 1024 with one row of input,
+//            so that activations are negligible.
+//   a step   forward, backward and update of a BERT-shaped encoder with a small batch, where weight casts
+//            dominate.
 //
-// All ways keep their gradients (cleared in place). Ways take turns, and ratios are medians of
-// those within a round.
+// Gradients are zeroed in place. Rounds are interleaved, and ratios are medians of each round's
+// ratio.
 //
 //   training_step_bench [rounds]
 
@@ -39,7 +39,7 @@ using mezzo::optim::WeightStorage;
 using torch::kBFloat16;
 using torch::kFloat;
 
-/// A way of training: dtype of the model, region, optimizer.
+/// A variant: model dtype, autocast, optimizer.
 struct Way {
   std::string name;
   torch::ScalarType model = kFloat;
@@ -64,7 +64,7 @@ const std::vector<Way>& ways() {
   return all;
 }
 
-/// A model in training, one way.
+/// The training of a model with one variant.
 template <class Model>
 class Training {
  public:
@@ -115,7 +115,7 @@ void print_memory() {
     }
     Training<torch::nn::Sequential> training(way, model);
     for (int step = 0; step < 3; ++step) training.step(input);
-    allocator.forget_peak();
+    allocator.reset_peak();
     const int64_t between = allocator.in_use();
     training.step(input);
     const auto a_parameter = [&](int64_t bytes) {

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Draws the figures of the documentation as SVG, with nothing but Python's own library.
+"""Draws the figures of the documentation as SVG, using only Python's standard library.
 
-    draw.py            writes them beside this script
-    draw.py --check    says which of them are not as this script draws them, and exits with 1
+    draw.py            writes them next to this script
+    draw.py --check    prints the figures that are out of date, and exits with 1
 
-Each figure is computed here: what half and bfloat16 make of numbers by rounding to their digits, the loss scale by the rule of
+Each figure is computed here: float16 and bfloat16 by rounding to their bits of precision, the loss scale by the rule of
 mezzo::GradScalerOptions. The one exception is bert_ner.svg, which shows the table of the README.
 """
 
@@ -84,14 +84,14 @@ def power(exponent):
 
 def ranges():
     """Which numbers each type holds, on an axis of powers of two."""
-    figure = Figure(760, 250, "What float32, bfloat16 and half can hold")
+    figure = Figure(760, 250, "Ranges of float32, bfloat16 and float16")
     lowest, highest = -152, 130
     at = lambda exponent: 130 + (exponent - lowest) * 600 / (highest - lowest)
-    types = [("float32", -149, -126, 128, 24, "a"), ("bfloat16", -133, -126, 128, 8, "c"), ("half", -24, -14, 16, 11, "b")]
-    for row, (name, smallest, normal, end, digits, color) in enumerate(types):
+    types = [("float32", -149, -126, 128, 24, "a"), ("bfloat16", -133, -126, 128, 8, "c"), ("float16", -24, -14, 16, 11, "b")]
+    for row, (name, smallest, normal, end, precision, color) in enumerate(types):
         y = 40 + 55 * row
         figure.text(20, y + 16, name, "strong")
-        figure.text(20, y + 32, f"{digits} binary digits", "small")
+        figure.text(20, y + 32, f"{precision} bits of precision", "small")
         figure.box(at(smallest), y, at(normal) - at(smallest), 24, f"{color} pale")
         figure.box(at(normal), y, at(end) - at(normal), 24, color)
     for exponent in (-149, -126, -100, -50, -24, -14, 0, 16, 50, 100, 128):
@@ -100,13 +100,13 @@ def ranges():
             figure.text(at(exponent), 214, power(exponent), "small", "middle")
     figure.text(at(-24) - 4, 186, "zero below", "small", "end")
     figure.text(at(16) + 5, 186, "infinity from 65520", "small")
-    figure.text(380, 242, "size of a number; pale: subnormal, with fewer digits the smaller it is", "small", "middle")
+    figure.text(380, 242, "magnitude; pale: subnormal, with fewer bits of precision the smaller the number", "small", "middle")
     return figure.svg()
 
 
 def underflow():
-    """A bell of gradients over powers of two: what half loses of it without a scale, and with 2^16."""
-    figure = Figure(760, 330, "Gradients in half, without and with a loss scale of 65536")
+    """Gradients distributed over powers of two: what float16 loses without a scale, and with 2^16."""
+    figure = Figure(760, 330, "Gradients in float16, without and with a loss scale of 65536")
     mean, width = -22.0, 5.0
     share = lambda exponent: 0.5 * (1 + math.erf((exponent - mean) / (width * math.sqrt(2))))
     at = lambda exponent: 60 + (exponent + 44) * 660 / 64
@@ -125,11 +125,11 @@ def underflow():
         name = "no loss scale" if scale == 0 else "loss scale 65536"
         figure.text(64, base - 100, name, "strong")
         figure.text(64, base - 82, f"{100 * lost:.1f} % become zero,", "small")
-        figure.text(64, base - 66, f"{100 * few:.1f} % lose digits", "small")
+        figure.text(64, base - 66, f"{100 * few:.1f} % lose precision", "small")
     for exponent in (-40, -32, -25, -14, 0, 16):
         figure.line(at(exponent), 20, at(exponent), 290, "grid")
         figure.text(at(exponent), 306, power(exponent), "small", "middle")
-    figure.text(380, 326, "size of a gradient as half sees it (computed for a normal distribution of exponents)", "small",
+    figure.text(380, 326, "magnitude of a gradient in float16 (computed for a normal distribution of exponents)", "small",
                 "middle")
     return figure.svg()
 
@@ -161,7 +161,7 @@ def rounding():
 
 
 def staircase():
-    """The loss scale by torch's rule, for gradients that half holds up to a scale that slowly changes."""
+    """The loss scale by torch's rule, for gradients that fit into float16 up to a scale that slowly changes."""
     figure = Figure(760, 330, "A dynamic loss scale over 12,000 steps")
     generator = random.Random(3)
     scale, tracker, steps, interval = 16, 0, 12000, 1000
@@ -225,7 +225,7 @@ def main():
         if "--check" not in sys.argv:
             path.write_text(drawn, encoding="utf-8")
         elif not path.exists() or path.read_text(encoding="utf-8") != drawn:
-            different.append(f"{path} is not what docs/figures/draw.py draws; run it")
+            different.append(f"{path} is out of date; run docs/figures/draw.py")
     print("\n".join(different), end="\n" if different else "")
     return 1 if different else 0
 

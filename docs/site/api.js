@@ -1,2 +1,2 @@
-// The switch between light and dark begins as the pages' does: with what the system prefers.
+// The switch between light and dark starts with the preference of the system, as in the pages.
 DoxygenAwesomeDarkModeToggle.init();

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""finish_api.py FOLDER: makes text of the links in Doxygen's pages that lead nowhere.
+"""finish_api.py DIR: replaces dead links in Doxygen's pages by their text.
 
-Doxygen lists friends without a comment, and headings of classes that EXCLUDE_SYMBOLS hides, and writes no anchor for them.
+Doxygen lists friends without a comment, and headings of classes that EXCLUDE_SYMBOLS hides, but writes no anchors for them.
 """
 
 import pathlib

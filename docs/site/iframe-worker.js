@@ -1,5 +1,5 @@
-// The search of a site that is opened from a folder: browsers start no worker from a file, so that it runs in a frame.
-// The offline plugin of MkDocs Material would fetch its own such script from a network.
+// Search in a site that is opened from a directory: browsers start no worker from a file, so it runs in a frame.
+// MkDocs Material's offline plugin would fetch its own script for this from a network.
 if (location.protocol === "file:") {
   const inside = `
     self.postMessage = message => parent.postMessage(message, "*");

@@ -1,11 +1,11 @@
-// Fine-tunes BERT for named-entity recognition in mixed precision: one file to copy.
+// Fine-tunes BERT for named-entity recognition in mixed precision, in one file.
 //
 //   bert_finetune MODEL DATA [OUT]
 //
-// MODEL is a Hugging Face folder of a BERT encoder (config.json, vocab.txt, model.safetensors),
-// DATA has CoNLL columns: word TAB BIO tag, a line without a tag between sentences. A fifth is held
-// out for the score. OUT is a file for torch::load. MEZZO_MIXED_PRECISION=no|bf16|fp16|auto sets
-// the precision. Words are split as BERT does it for ASCII; ../bert_ner does it for all of Unicode.
+// MODEL is a Hugging Face directory of a BERT encoder (config.json, vocab.txt, model.safetensors).
+// DATA has CoNLL columns: word TAB BIO tag, with an empty line between sentences; a fifth is held
+// out for evaluation. OUT is a file for torch::load. MEZZO_MIXED_PRECISION=no|bf16|fp16|auto sets
+// the precision. Tokenizes ASCII as BERT does; ../bert_ner supports Unicode.
 #include <mezzo/mezzo.h>
 
 #include <torch/torch.h>
@@ -20,27 +20,27 @@ namespace nn = torch::nn;
 using nlohmann::json;
 using torch::Tensor;
 
-// The model. Modules have Hugging Face's names, dots included, so that weights load by name.
+// Registers a submodule under a Hugging Face name, which may have dots.
 template <class Module>
-Module named(nn::Module& parent, const std::string& path, Module module) {
+Module register_path(nn::Module& parent, const std::string& path, Module module) {
   const auto dot = path.find('.');
   if (dot == std::string::npos) return parent.register_module(path, module);
   const std::string first = path.substr(0, dot);
   if (!parent.named_children().contains(first)) {
     parent.register_module(first, std::make_shared<nn::Module>());
   }
-  return named(*parent.named_children()[first], path.substr(dot + 1), module);
+  return register_path(*parent.named_children()[first], path.substr(dot + 1), module);
 }
 
 struct LayerImpl : nn::Module {
-  explicit LayerImpl(const json& c) : heads(c.at("num_attention_heads")) {
-    const int64_t hidden = c.at("hidden_size"), inner = c.at("intermediate_size");
+  explicit LayerImpl(const json& config) : heads(config.at("num_attention_heads")) {
+    const int64_t hidden = config.at("hidden_size"), inner = config.at("intermediate_size");
     const auto linear = [&](const std::string& name, int64_t in, int64_t out) {
-      return named(*this, name, nn::Linear(in, out));
+      return register_path(*this, name, nn::Linear(in, out));
     };
     const auto norm = [&](const std::string& name) {
-      const auto options = nn::LayerNormOptions({hidden}).eps(c.at("layer_norm_eps"));
-      return named(*this, name + ".LayerNorm", nn::LayerNorm(options));
+      const auto options = nn::LayerNormOptions({hidden}).eps(config.at("layer_norm_eps"));
+      return register_path(*this, name + ".LayerNorm", nn::LayerNorm(options));
     };
     query = linear("attention.self.query", hidden, hidden);
     key = linear("attention.self.key", hidden, hidden);
@@ -68,30 +68,33 @@ struct LayerImpl : nn::Module {
 TORCH_MODULE(Layer);
 
 struct TokenClassifierImpl : nn::Module {
-  TokenClassifierImpl(const json& c, std::size_t labels) {
-    const int64_t hidden = c.at("hidden_size");
+  TokenClassifierImpl(const json& config, std::size_t labels) {
+    const int64_t hidden = config.at("hidden_size");
     const auto table = [&](const std::string& name, int64_t rows) {
-      return named(*this, "bert.embeddings." + name + "_embeddings", nn::Embedding(rows, hidden));
+      return register_path(*this, "bert.embeddings." + name + "_embeddings",
+                           nn::Embedding(rows, hidden));
     };
-    words = table("word", c.at("vocab_size"));
-    positions = table("position", c.at("max_position_embeddings"));
-    segments = table("token_type", c.at("type_vocab_size"));
-    norm = named(*this, "bert.embeddings.LayerNorm",
-                 nn::LayerNorm(nn::LayerNormOptions({hidden}).eps(c.at("layer_norm_eps"))));
-    for (int i = 0; i < c.at("num_hidden_layers"); ++i) {
-      layers.push_back(named(*this, "bert.encoder.layer." + std::to_string(i), Layer(c)));
+    words = table("word", config.at("vocab_size"));
+    positions = table("position", config.at("max_position_embeddings"));
+    segments = table("token_type", config.at("type_vocab_size"));
+    norm = register_path(
+        *this, "bert.embeddings.LayerNorm",
+        nn::LayerNorm(nn::LayerNormOptions({hidden}).eps(config.at("layer_norm_eps"))));
+    for (int i = 0; i < config.at("num_hidden_layers"); ++i) {
+      layers.push_back(
+          register_path(*this, "bert.encoder.layer." + std::to_string(i), Layer(config)));
     }
     classifier = register_module("classifier", nn::Linear(hidden, static_cast<int64_t>(labels)));
     nn::init::normal_(classifier->weight, 0.0, 0.02);
     nn::init::zeros_(classifier->bias);
   }
 
-  /// \param ids int64 [batch, length], 0 where a row is padded
+  /// \param ids int64 [batch, length], padded with 0
   /// \returns logits [batch, length, labels]
   Tensor forward(const Tensor& ids) {
     const Tensor is_word = ids.ne(0).unsqueeze(1).unsqueeze(1);
-    const Tensor place = positions->weight.narrow(0, 0, ids.size(1)) + segments->weight[0];
-    Tensor x = norm(words(ids) + place);
+    const Tensor position = positions->weight.narrow(0, 0, ids.size(1)) + segments->weight[0];
+    Tensor x = norm(words(ids) + position);
     for (Layer& layer : layers) x = layer(x, is_word);
     return classifier(x);
   }
@@ -103,44 +106,46 @@ struct TokenClassifierImpl : nn::Module {
 };
 TORCH_MODULE(TokenClassifier);
 
-// safetensors: the length of a header, the header in JSON, the bytes of all tensors.
 std::string read_file(const std::filesystem::path& path) {
   std::ifstream file(path, std::ios::binary);
   TORCH_CHECK(file, path, " cannot be read");
   return {std::istreambuf_iterator<char>(file), {}};
 }
 
+// Loads a safetensors file: the length of the header, a JSON header, and the bytes of all tensors.
 void load_weights(nn::Module& model, const std::filesystem::path& path) {
   const std::string file = read_file(path);
   uint64_t length = 0;
   if (file.size() >= 8) std::memcpy(&length, file.data(), 8);
   TORCH_CHECK(length > 0 && length < file.size() - 8, path,
-              " is not a safetensors file, or is cut off");
+              " is not a safetensors file, or is truncated");
   const json header = json::parse(file.substr(8, length));
   const std::string_view data = std::string_view(file).substr(8 + length);
   for (auto& parameter : model.named_parameters()) {
     if (parameter.key().starts_with("classifier")) continue;
-    // The file of an encoder alone has names without "bert.".
+    // Files with only the encoder have names without "bert.".
     const std::string& name = parameter.key();
     const auto entry = header.value(name, header.value(name.substr(5), json::object()));
     const uint64_t size = parameter->nbytes();
     TORCH_CHECK(entry.value("dtype", "") == "F32" && entry.at("shape") == parameter->sizes().vec(),
-                path, ": ", name, " should be of dtype F32 and shape ", parameter->sizes());
+                path, ": ", name, " must have dtype F32 and shape ", parameter->sizes());
     const uint64_t begin = entry.at("data_offsets").at(0);
-    TORCH_CHECK(begin <= data.size() && size <= data.size() - begin, path, " is cut off at ", name);
+    TORCH_CHECK(begin <= data.size() && size <= data.size() - begin, path, " is truncated at ",
+                name);
     std::memcpy(parameter->mutable_data_ptr(), data.data() + begin, size);
   }
 }
 
-// A word as the longest pieces of the vocabulary, lower-cased and parted at punctuation.
+// Splits a lower-cased word at punctuation, and into the longest pieces in the vocabulary
+// (WordPiece).
 using Vocabulary = std::unordered_map<std::string, int64_t>;
-std::vector<int64_t> pieces_of(const std::string& word, const Vocabulary& vocabulary) {
+std::vector<int64_t> tokenize(const std::string& word, const Vocabulary& vocabulary) {
   std::vector<std::string> parts(1);
   for (const unsigned char c : word) {
-    const bool is_mark = c < 0x80 && std::ispunct(c);
-    if (is_mark) parts.emplace_back();
+    const bool is_punctuation = c < 0x80 && std::ispunct(c);
+    if (is_punctuation) parts.emplace_back();
     parts.back() += static_cast<char>(c < 0x80 ? std::tolower(c) : c);
-    if (is_mark) parts.emplace_back();
+    if (is_punctuation) parts.emplace_back();
   }
   std::vector<int64_t> ids;
   for (const std::string& part : parts) {
@@ -148,7 +153,7 @@ std::vector<int64_t> pieces_of(const std::string& word, const Vocabulary& vocabu
     for (std::size_t begin = 0, length = 0; begin < part.size(); begin += length) {
       const auto piece = [&] { return (begin > 0 ? "##" : "") + part.substr(begin, length); };
       for (length = part.size() - begin; length > 0 && !vocabulary.contains(piece());) --length;
-      if (length == 0) {  // no piece fits: the whole part is unknown
+      if (length == 0) {  // no piece matches: the part is unknown
         ids.resize(ids_before);
         ids.push_back(vocabulary.at("[UNK]"));
         break;
@@ -160,13 +165,14 @@ std::vector<int64_t> pieces_of(const std::string& word, const Vocabulary& vocabu
 }
 
 struct Example {
-  std::vector<int64_t> ids, labels;  // a word's label stands at its first piece, elsewhere -100
+  std::vector<int64_t> ids, labels;  // the label of a word is at its first piece, -100 elsewhere
 };
 struct Batch {
   Tensor ids, labels;  // int64 [batch, length]
 };
 
-// The sentences of a file, and the tags that it has: a label is a tag's place in `tags`.
+// Reads the sentences of a CoNLL file. A label is an index of `tags`, to which new tags are
+// appended.
 std::vector<Example> read_conll(const std::string& path, const Vocabulary& vocabulary,
                                 std::size_t max_length, std::vector<std::string>& tags) {
   std::istringstream file(read_file(path) + "\n\n");
@@ -179,22 +185,24 @@ std::vector<Example> read_conll(const std::string& path, const Vocabulary& vocab
     if (!tag.empty() && !is_inside) sentences.push_back({{vocabulary.at("[CLS]")}, {-100}});
     if (is_inside = !tag.empty(); !is_inside) continue;
     TORCH_CHECK(tag == "O" || tag.starts_with("B-") || tag.starts_with("I-"), path, ": the tag ",
-                tag, " is none of O, B-type and I-type");
+                tag, " is not O, B-type or I-type");
     auto& [ids, labels] = sentences.back();
-    const auto pieces = pieces_of(line.substr(0, tab), vocabulary);
+    const auto pieces = tokenize(line.substr(0, tab), vocabulary);
     if (ids.size() + pieces.size() >= max_length) continue;
     if (std::find(tags.begin(), tags.end(), tag) == tags.end()) tags.push_back(tag);
     ids.insert(ids.end(), pieces.begin(), pieces.end());
     labels.push_back(std::find(tags.begin(), tags.end(), tag) - tags.begin());
     labels.resize(ids.size(), -100);
   }
-  TORCH_CHECK(sentences.size() >= 5, path, " has ", sentences.size(), " sentences; give 5 or more");
+  TORCH_CHECK(sentences.size() >= 5, path, " has ", sentences.size(),
+              " sentences; expected at least 5");
   return sentences;
 }
 
-// Groups examples of similar length, and pads to few lengths: CPU kernels are prepared for each.
-std::vector<Batch> batches_of(std::vector<Example> examples, std::size_t size, at::Device device) {
-  std::ranges::stable_sort(examples, {}, [](const Example& one) { return one.ids.size(); });
+// Groups examples of similar length, and pads to multiples of 8: oneDNN prepares kernels per shape.
+std::vector<Batch> make_batches(std::vector<Example> examples, std::size_t size,
+                                at::Device device) {
+  std::ranges::stable_sort(examples, {}, [](const Example& example) { return example.ids.size(); });
   std::vector<Batch> batches;
   for (std::size_t begin = 0; begin < examples.size(); begin += size) {
     const std::size_t end = std::min(begin + size, examples.size());
@@ -211,8 +219,9 @@ std::vector<Batch> batches_of(std::vector<Example> examples, std::size_t size, a
   return batches;
 }
 
-// The entities of a sentence: type, first word, end. I- continues an entity of its own type only.
-std::set<std::string> entities_of(const std::vector<std::string>& tags) {
+// Returns the entities of a sentence (type, first word, end). I- only continues an entity of its
+// type.
+std::set<std::string> find_entities(const std::vector<std::string>& tags) {
   std::set<std::string> entities;
   for (std::size_t i = 0, end = 0; i < tags.size(); i = end) {
     end = i + 1;
@@ -228,16 +237,17 @@ double entity_f1(TokenClassifier& model, const std::vector<Batch>& batches,
   const torch::NoGradGuard no_grad;
   std::size_t correct = 0, all = 0;
   for (const Batch& batch : batches) {
-    const Tensor found = model(batch.ids).argmax(-1).cpu(), labels = batch.labels.cpu();
+    const Tensor predictions = model(batch.ids).argmax(-1).cpu(), labels = batch.labels.cpu();
     for (int64_t row = 0; row < labels.size(0); ++row) {
       std::vector<std::string> truth, predicted;
       for (int64_t i = 0; i < labels.size(1); ++i) {
-        const auto label = labels[row][i].item<int64_t>(), answer = found[row][i].item<int64_t>();
+        const auto label = labels[row][i].item<int64_t>(),
+                   prediction = predictions[row][i].item<int64_t>();
         if (label < 0) continue;
         truth.push_back(tags[static_cast<std::size_t>(label)]);
-        predicted.push_back(tags[static_cast<std::size_t>(answer)]);
+        predicted.push_back(tags[static_cast<std::size_t>(prediction)]);
       }
-      const auto a = entities_of(truth), b = entities_of(predicted);
+      const auto a = find_entities(truth), b = find_entities(predicted);
       for (const auto& entity : b) correct += a.count(entity);
       all += a.size() + b.size();
     }
@@ -246,13 +256,13 @@ double entity_f1(TokenClassifier& model, const std::vector<Batch>& batches,
 }
 
 int main(int argc, char** argv) try {
-  TORCH_CHECK(argc == 3 || argc == 4, "give the arguments MODEL DATA [OUT]");
+  TORCH_CHECK(argc == 3 || argc == 4, "usage: bert_finetune MODEL DATA [OUT]");
   torch::manual_seed(1);
-  const std::filesystem::path folder = argv[1];
+  const std::filesystem::path directory = argv[1];
   const torch::Device device = torch::cuda::is_available() ? torch::kCUDA : torch::kCPU;
-  const json config = json::parse(read_file(folder / "config.json"));
+  const json config = json::parse(read_file(directory / "config.json"));
   Vocabulary vocabulary;
-  std::istringstream pieces(read_file(folder / "vocab.txt"));
+  std::istringstream pieces(read_file(directory / "vocab.txt"));
   for (std::string piece; std::getline(pieces, piece);)
     vocabulary.emplace(piece, vocabulary.size());
 
@@ -263,33 +273,33 @@ int main(int argc, char** argv) try {
   const auto fifth = static_cast<std::ptrdiff_t>(sentences.size() / 5);
   const std::vector<Example> held_out(sentences.begin(), sentences.begin() + fifth);
   sentences.erase(sentences.begin(), sentences.begin() + fifth);
-  auto batches = batches_of(std::move(sentences), /*size=*/8, device);
+  auto batches = make_batches(std::move(sentences), /*size=*/8, device);
   std::shuffle(batches.begin(), batches.end(), generator);
 
   TokenClassifier model(config, tags.size());
-  load_weights(*model, folder / "model.safetensors");
+  load_weights(*model, directory / "model.safetensors");
   model->to(device);
   const auto precision = mezzo::autocast_from_env(device, mezzo::recommended_autocast(device));
   std::printf("%s\n", precision.reason.c_str());
   mezzo::GradScaler scaler;
   mezzo::optim::AdamW optimizer(model->parameters(), 4e-4);
   mezzo::LinearSchedule schedule(optimizer, {.total_steps = static_cast<int64_t>(batches.size())});
-  nn::CrossEntropyLoss criterion;  // ignores the label -100
+  nn::CrossEntropyLoss criterion;  // ignores label -100
   Tensor loss_sum = torch::zeros({}, device);
   for (const Batch& batch : batches) {
     Tensor loss;
     {
-      mezzo::AutocastGuard autocast(precision);  // forward and loss in low precision where it pays
+      mezzo::AutocastGuard autocast(precision);  // forward and loss
       loss = criterion(model(batch.ids).flatten(0, 1), batch.labels.flatten());
     }
     scaler.scale(loss).backward();
     const auto result = scaler.step(optimizer, {.max_norm = 1.0, .zero_grad = true});
     scaler.update();
-    schedule.step(result);  // a skipped step spends no learning rate
+    schedule.step(result);  // does not advance after a skipped step
     loss_sum += loss.detach();
   }
   std::printf("loss %.3f  F1 %.3f\n", loss_sum.item<double>() / static_cast<double>(batches.size()),
-              entity_f1(model, batches_of(held_out, 8, device), tags));
+              entity_f1(model, make_batches(held_out, 8, device), tags));
   if (argc == 4) torch::save(model, argv[3]);
 } catch (const c10::Error& error) {
   std::fprintf(stderr, "bert_finetune: %s\n", error.what_without_backtrace());

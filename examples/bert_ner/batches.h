@@ -1,5 +1,5 @@
 /// \file
-/// From sentences to padded batches of token ids.
+/// Converts sentences to padded batches of token ids.
 #pragma once
 
 #include <torch/torch.h>
@@ -15,27 +15,26 @@
 
 namespace bert_ner {
 
-/// A sentence, or a part of one that is too long for the model, as BERT reads it:
-/// [CLS], the pieces of its words, [SEP]. The first piece of a word has the word's label.
+/// The input of BERT for a sentence, or a part of a long sentence: [CLS], the pieces of its words,
+/// [SEP]. The first piece of a word has the word's label.
 struct Example {
   std::vector<int64_t> ids;
-  std::vector<int64_t> first_pieces;  ///< where in `ids` each word begins
-  std::vector<int64_t> labels;        ///< one a word; empty if the sentence has no tags
-  std::size_t sentence = 0;           ///< which sentence this is (a part of)
+  std::vector<int64_t> first_pieces;  ///< index in `ids` of the first piece of each word
+  std::vector<int64_t> labels;        ///< of each word; empty if the sentence has no tags
+  std::size_t sentence = 0;           ///< index of the sentence
 };
 
-/// The label of what the loss ignores: later pieces of a word, [CLS], [SEP] and padding.
+/// The label that the loss ignores: of later pieces of a word, [CLS], [SEP] and padding.
 inline constexpr int64_t kIgnoredLabel = -100;
 
-/// Makes examples of sentences, in order. A sentence of more than `max_length` ids is cut between
-/// words into several examples; a word that is too long on its own loses its last pieces.
-/// \param labels all tags of the sentences
+/// Converts sentences to examples, in order. A sentence with more than `max_length` ids is split
+/// between words; a word that is too long is truncated. \param labels all tags of the sentences
 /// \param max_length the model's max_position_embeddings, at least 3
 inline std::vector<Example> make_examples(std::span<const Sentence> sentences,
                                           const WordPiece& tokenizer,
                                           const std::vector<std::string>& labels,
                                           int64_t max_length) {
-  const auto room = static_cast<std::size_t>(max_length) - 1;  // and [SEP]
+  const auto capacity = static_cast<std::size_t>(max_length) - 1;  // without [SEP]
   std::vector<Example> examples;
   for (std::size_t i = 0; i < sentences.size(); ++i) {
     const auto& [words, tags] = sentences[i];
@@ -43,8 +42,8 @@ inline std::vector<Example> make_examples(std::span<const Sentence> sentences,
     begin();
     for (std::size_t word = 0; word < words.size(); ++word) {
       auto pieces = tokenizer.encode_word(words[word]);
-      pieces.resize(std::min(pieces.size(), room - 1));
-      if (examples.back().ids.size() + pieces.size() > room) {
+      pieces.resize(std::min(pieces.size(), capacity - 1));
+      if (examples.back().ids.size() + pieces.size() > capacity) {
         examples.back().ids.push_back(tokenizer.sep);
         begin();
       }
@@ -59,10 +58,10 @@ inline std::vector<Example> make_examples(std::span<const Sentence> sentences,
   return examples;
 }
 
-/// Positions in a vector of examples; all lists together hold each position once.
+/// Batches as indices of examples. Each index occurs once.
 using BatchList = std::vector<std::vector<std::size_t>>;
 
-/// Returns batches of examples of similar length, so that little is padded; shortest first.
+/// Groups examples of similar length, to reduce padding; shortest first.
 inline BatchList length_sorted_batches(std::span<const Example> examples, std::size_t batch_size) {
   std::vector<std::size_t> order(examples.size());
   std::iota(order.begin(), order.end(), std::size_t{0});
@@ -75,8 +74,8 @@ inline BatchList length_sorted_batches(std::span<const Example> examples, std::s
   return batches;
 }
 
-/// Returns the order of the batches in one epoch, which depends on seed and epoch alone.
-inline BatchList shuffled(const BatchList& batches, uint64_t seed, int64_t epoch) {
+/// Returns the batches in the order of an epoch, which depends only on seed and epoch.
+inline BatchList shuffle_batches(const BatchList& batches, uint64_t seed, int64_t epoch) {
   std::seed_seq words{static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32),
                       static_cast<uint32_t>(epoch)};
   std::mt19937_64 generator(words);
@@ -87,14 +86,14 @@ inline BatchList shuffled(const BatchList& batches, uint64_t seed, int64_t epoch
 
 struct Batch {
   torch::Tensor ids;     ///< int64 [batch, length]
-  torch::Tensor mask;    ///< bool [batch, length], true where real; undefined if nothing is padded
+  torch::Tensor mask;    ///< bool [batch, length], false for padding; undefined without padding
   torch::Tensor labels;  ///< int64 [batch, length]
-  int64_t tokens = 0;    ///< ids that are no padding
+  int64_t tokens = 0;    ///< number of ids without padding
 };
 
-/// Pads the examples with `pad` to the longest among them, rounded up to a multiple of 8, which
-/// tensor cores want and which leaves a CPU few lengths (benchmarks/results/bert_ner.md), but not
-/// beyond `max_length`.
+/// Pads the examples with `pad` to the longest one, rounded up to a multiple of 8 for tensor cores
+/// and for few distinct shapes on the CPU (benchmarks/results/bert_ner.md), but at most
+/// `max_length`.
 inline Batch collate(std::span<const Example> examples, std::span<const std::size_t> positions,
                      int64_t pad, int64_t max_length, torch::Device device) {
   int64_t longest = 0, tokens = 0;
@@ -116,10 +115,10 @@ inline Batch collate(std::span<const Example> examples, std::span<const std::siz
       labels.data_ptr<int64_t>()[row * length + example.first_pieces[word]] = example.labels[word];
     }
   }
-  // A copy that blocks would wait for all that the device still has to do.
-  const auto moved = [&](const torch::Tensor& tensor) { return tensor.to(device, true); };
+  // Non-blocking, to avoid a synchronization with the device.
+  const auto to_device = [&](const torch::Tensor& tensor) { return tensor.to(device, true); };
   const bool is_padded = tokens < rows * length;
-  return {moved(ids), is_padded ? moved(mask) : torch::Tensor(), moved(labels), tokens};
+  return {to_device(ids), is_padded ? to_device(mask) : torch::Tensor(), to_device(labels), tokens};
 }
 
 }  // namespace bert_ner

@@ -1,5 +1,5 @@
 /// \file
-/// The device a run is on: chosen, described and measured.
+/// Device selection, library defaults and memory measurement.
 #pragma once
 
 #include <mezzo/autocast/autocast_options.h>
@@ -19,8 +19,7 @@
 
 namespace bert_ner {
 
-/// Returns the device "cpu" or "cuda". \throws InputError where there is no CUDA device, with what
-/// to do
+/// Returns the device "cpu" or "cuda". \throws InputError if there is no CUDA device
 inline torch::Device find_device(const std::string& name) {
   if (name == "cpu") return torch::kCPU;
   if (torch::cuda::is_available()) return {torch::kCUDA, 0};
@@ -29,52 +28,52 @@ inline torch::Device find_device(const std::string& name) {
       "toolkit and a CUDA libtorch, or use --device cpu");
 }
 
-/// Sets what benchmarks/results/bert_ner.md has measured, unless the user has set it. Call it
-/// before the first op and before other threads run. libgomp reads its variable when it is loaded,
-/// so it holds in the rows of the table.
+/// Sets environment variables and malloc options that the user has not set, as measured in
+/// benchmarks/results/bert_ner.md. Call it before the first op and before other threads start.
+/// libgomp reads its variable when it is loaded, so it takes effect in subprocesses.
 inline void set_library_defaults() {
-  // oneDNN keeps 1,024 kernels by default, of up to 0.3 MiB each; a step on one length needs 18.
+  // oneDNN caches 1,024 kernels by default, of up to 0.3 MiB; a step with one length needs 18.
   setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16", /*overwrite=*/0);
-  // libgomp's threads look 300,000 times by default, on cores that other programs may want.
+  // libgomp's threads spin 300,000 times by default, which slows other processes.
   if (std::getenv("OMP_WAIT_POLICY") == nullptr) setenv("GOMP_SPINCOUNT", "10000", 0);
-  // malloc keeps what large tensors leave for the next step: page faults were an eighth of a step.
+  // malloc reuses the memory of large tensors: page faults took an eighth of a step.
   if (std::getenv("MALLOC_MMAP_THRESHOLD_") == nullptr) mallopt(M_MMAP_THRESHOLD, 1 << 30);
   if (std::getenv("MALLOC_TRIM_THRESHOLD_") == nullptr) mallopt(M_TRIM_THRESHOLD, 1 << 30);
 }
 
 /// Returns whether this device has instructions for float16 products.
 inline bool has_float16(torch::Device device) {
-  const auto can = at::cpu::get_cpu_capabilities();
-  const auto found = can.find("avx512_fp16");
-  return !device.is_cpu() || (found != can.end() && found->second == true);
+  const auto capabilities = at::cpu::get_cpu_capabilities();
+  const auto found = capabilities.find("avx512_fp16");
+  return !device.is_cpu() || (found != capabilities.end() && found->second == true);
 }
 
-/// Returns autocast for a row of the table. In rows with Autocast::on `MEZZO_MIXED_PRECISION` (no,
-/// bf16, fp16, auto) decides; if it is unset, the device's default: bfloat16 on CPU, float16 on
-/// CUDA.
-inline mezzo::AutocastOptions setting_for(const Precision& precision, torch::Device device) {
+/// Returns the autocast options of a row. For Autocast::on, MEZZO_MIXED_PRECISION (no, bf16, fp16,
+/// auto) or else the device's default applies: bfloat16 on the CPU, float16 on CUDA.
+inline mezzo::AutocastOptions make_autocast_options(const Precision& precision,
+                                                    torch::Device device) {
   using enum Precision::Autocast;
   if (precision.autocast == on) return mezzo::autocast_from_env(device);
   if (precision.autocast == off) return {.device_type = device.type(), .enabled = false};
   return {.device_type = device.type(), .dtype = torch::kFloat16};
 }
 
-/// Returns "off", "bfloat16" or "float16": what ops compute in.
-inline std::string describe(const mezzo::AutocastOptions& setting) {
-  if (!setting.enabled) return "off";
+/// Returns "off", "bfloat16" or "float16".
+inline std::string describe(const mezzo::AutocastOptions& options) {
+  if (!options.enabled) return "off";
   const auto dtype =
-      setting.dtype.value_or(mezzo::default_autocast_dtype(setting.device_type.value()));
+      options.dtype.value_or(mezzo::default_autocast_dtype(options.device_type.value()));
   return dtype == torch::kBFloat16 ? "bfloat16" : "float16";
 }
 
-/// Returns the peak memory of this process, in bytes: on the CPU its resident set, with libraries
-/// and mapped files; on CUDA what libtorch's allocator gave to tensors.
+/// Returns the peak memory of this process in bytes: its resident set on the CPU, including
+/// libraries and mapped files; allocated tensors on CUDA.
 inline int64_t peak_memory_bytes(torch::Device device) {
   if (!device.is_cpu()) {
     constexpr auto kAll = static_cast<std::size_t>(c10::CachingAllocator::StatType::AGGREGATE);
     return at::accelerator::getDeviceStats(device.index()).allocated_bytes[kAll].peak;
   }
-  // Not getrusage: its maximum outlives exec, so it would include the parent process.
+  // getrusage's maximum would include the parent process before exec.
   const std::string field = "VmHWM:";
   std::ifstream status("/proc/self/status");
   for (std::string line; std::getline(status, line);) {

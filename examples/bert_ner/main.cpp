@@ -27,7 +27,7 @@ void run(const std::vector<std::string>& arguments) {
     bert_ner::predict(options, std::cout);
   } else {
     const bool has_file = !options.json.empty() && options.json != "-";
-    if (has_file) bert_ner::write_file(options.json, nullptr);  // now, not after hours of training
+    if (has_file) bert_ner::write_file(options.json, nullptr);  // fails before the training
     const auto table = options.kind == Kind::table
                            ? bert_ner::run_rows(options, arguments)
                            : bert_ner::Table{{{bert_ner::Run(options).execute()}}, {}};
@@ -37,11 +37,10 @@ void run(const std::vector<std::string>& arguments) {
     if (has_file) bert_ner::write_file(options.json, [&](std::ostream& file) { file << json; });
   }
   if (std::cout.flush()) return;
-  throw bert_ner::InputError(
-      "standard output: cannot be written; make room where it goes and try again");
+  throw bert_ner::InputError("standard output: cannot be written");
 }
 
-/// Says what went wrong in one line. \returns the status to end with
+/// Prints an error. \returns `status`
 int fail(int status, const std::string& message) {
   std::cerr << "bert_ner: " << message << std::endl;
   return status;
@@ -51,13 +50,14 @@ int fail(int status, const std::string& message) {
 
 int main(int argc, char** argv) {
   bert_ner::set_library_defaults();
-  std::signal(SIGXFSZ, SIG_IGN);  // a file size limit is then an error that says which file
+  std::signal(SIGXFSZ,
+              SIG_IGN);  // so that exceeding a file size limit is an error with the file's name
   try {
     run({argv + 1, argv + argc});
     const int signal = bert_ner::stop_signal;
     if (signal == 0) return 0;
     std::signal(signal, SIG_DFL);
-    return std::raise(signal);  // so that a shell knows
+    return std::raise(signal);  // so that the shell sees the signal
   } catch (const CLI::ParseError& error) {
     return fail(2, bert_ner::message_of(error) + " (bert_ner --help lists the flags)");
   } catch (const std::exception& error) {

@@ -1,6 +1,6 @@
 /// \file
-/// Reads, checks and writes a model folder in Hugging Face's form: config.json, vocab.txt,
-/// model.safetensors and the tokenizer's configuration.
+/// Reads and writes Hugging Face model directories: config.json, vocab.txt, model.safetensors and
+/// the tokenizer's configuration.
 #pragma once
 
 #include <cstdint>
@@ -17,19 +17,20 @@
 
 namespace bert_ner {
 
-/// A safetensors file has the length of a header, the header in JSON, and the bytes of all tensors.
+/// Size of the header's length, with which a safetensors file begins; the JSON header and the bytes
+/// of all tensors follow.
 inline constexpr int64_t kLengthBytes = 8;
 
-/// Maps a file into memory (torch::from_file). The tensors are on the CPU, read the file when they
-/// are used, and keep it mapped. \throws InputError naming the file and the tensor that is not
-/// within it
+/// Maps a file into memory (torch::from_file). The CPU tensors keep it mapped, and read it when
+/// they are
+/// used. \throws InputError with the file and the tensor
 inline std::map<std::string, torch::Tensor> read_safetensors(const fs::path& path) {
   const std::map<std::string, torch::ScalarType> dtypes{
       {"BOOL", torch::kBool},   {"F16", torch::kFloat16}, {"BF16", torch::kBFloat16},
       {"F32", torch::kFloat32}, {"F64", torch::kFloat64}, {"I64", torch::kInt64}};
   const std::string origin = path.string();
   std::error_code error;
-  const auto size = static_cast<int64_t>(fs::file_size(path, error));  // -1 where there is none
+  const auto size = static_cast<int64_t>(fs::file_size(path, error));  // -1 if it does not exist
   int64_t length = -1;
   torch::Tensor bytes;
   if (size > kLengthBytes) {
@@ -38,7 +39,7 @@ inline std::map<std::string, torch::Tensor> read_safetensors(const fs::path& pat
   }
   if (length < 2 || length > size - kLengthBytes) {
     throw InputError(
-        origin + ": is no safetensors file, or is cut off; convert a pickle with " +
+        origin + ": is not a safetensors file, or is truncated; convert a pickle with " +
         "safetensors.torch.save_file, and fetch a Git LFS pointer with `git lfs pull`");
   }
   const auto* const text = static_cast<const char*>(bytes.const_data_ptr()) + kLengthBytes;
@@ -47,26 +48,25 @@ inline std::map<std::string, torch::Tensor> read_safetensors(const fs::path& pat
   std::map<std::string, torch::Tensor> tensors;
   for (const auto& [name, entry] : header.items()) {
     if (name == "__metadata__") continue;
-    try {  // view refuses what is not in the file
+    try {  // view throws for bytes beyond the file
       const auto [begin, end] = entry.at("data_offsets").get<std::pair<int64_t, int64_t>>();
       const auto dtype = dtypes.find(entry.at("dtype"));
       TORCH_CHECK(dtype != dtypes.end(), "has the dtype ", entry.at("dtype").dump(),
                   "; convert it to F32, F16 or BF16");
       auto tensor = data.slice(0, begin, end);
-      // Files by other writers may have a header of any length.
+      // Other writers do not align tensors.
       if (tensor.storage_offset() % c10::elementSize(dtype->second) != 0) tensor = tensor.clone();
       tensors[name] =
           tensor.view(dtype->second).view(entry.at("shape").get<std::vector<int64_t>>());
-    } catch (const std::exception& refusal) {
-      throw InputError(origin + ": \"" + name + "\" " + message_of(refusal));
+    } catch (const std::exception& error) {
+      throw InputError(origin + ": \"" + name + "\" " + message_of(error));
     }
   }
   return tensors;
 }
 
-/// Writes the parameters of `module`, of float32 or bfloat16, by name. Replaces `path` as
-/// write_file
-/// does. \throws InputError if the system refuses
+/// Writes the float32 or bfloat16 parameters of `module` by name, like write_file. \throws InputError if
+/// the file cannot be written
 inline void write_safetensors(const fs::path& path, const torch::nn::Module& module) {
   nlohmann::ordered_json entries{{"__metadata__", {{"format", "pt"}}}};
   std::vector<torch::Tensor> tensors;
@@ -90,39 +90,39 @@ inline void write_safetensors(const fs::path& path, const torch::nn::Module& mod
   });
 }
 
-/// Checks the fields of a config.json that shape the model.
-/// \throws InputError naming the field and what it may be
+/// Validates the fields of config.json that the model uses.
+/// \throws InputError with the field and its valid values
 inline void check_config(const json& config, const std::string& origin) {
-  const auto require = [&](bool is_good, const char* name, const std::string& what) {
-    if (is_good) return;
+  const auto check = [&](bool is_valid, const char* name, const std::string& what) {
+    if (is_valid) return;
     throw InputError(origin + ": \"" + name + "\" is " + config.value(name, json()).dump() +
                      "; it must be " + what);
   };
-  if (!config.is_object()) throw InputError(origin + ": must hold a JSON object");
-  const std::map<const char*, std::vector<std::string>> words{
+  if (!config.is_object()) throw InputError(origin + ": must be a JSON object");
+  const std::map<const char*, std::vector<std::string>> names{
       {"model_type", {"bert"}},
       {"position_embedding_type", {"absolute"}},
       {"hidden_act", {"gelu", "gelu_new", "gelu_pytorch_tanh", "relu"}}};
-  for (const auto& [name, accepted] : words) {
+  for (const auto& [name, accepted] : names) {
     const auto value = config.value(name, json(accepted.front()));
-    require(std::find(accepted.begin(), accepted.end(), value) != accepted.end(), name,
-            "one of: " + json(accepted).dump());
+    check(std::find(accepted.begin(), accepted.end(), value) != accepted.end(), name,
+          "one of: " + json(accepted).dump());
   }
   for (const char* name : {"vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
                            "intermediate_size", "max_position_embeddings", "type_vocab_size"}) {
     const auto value = config.value(name, json());
-    require(value.is_number_unsigned() && value >= 1 && value <= INT32_MAX, name,
-            "a whole number from 1 to 2^31 - 1");
+    check(value.is_number_unsigned() && value >= 1 && value <= INT32_MAX, name,
+          "a whole number from 1 to 2^31 - 1");
   }
-  require(config["max_position_embeddings"] >= 3, "max_position_embeddings",
-          "3 or more, for [CLS], a piece and [SEP]");
+  check(config["max_position_embeddings"] >= 3, "max_position_embeddings",
+        "3 or more, for [CLS], a piece and [SEP]");
   const int64_t hidden = config["hidden_size"], heads = config["num_attention_heads"];
-  require(hidden % heads == 0, "hidden_size", "a multiple of num_attention_heads");
+  check(hidden % heads == 0, "hidden_size", "a multiple of num_attention_heads");
 }
 
-/// The small files of a model folder, in memory, for the folders that --save writes.
+/// The contents of a model directory without weights, for directories that --save writes.
 struct ModelFiles {
-  /// \throws InputError naming the file that is missing or cannot be read; and as check_config
+  /// \throws InputError for a file that cannot be read, and like check_config
   explicit ModelFiles(fs::path from) : folder(std::move(from)) {
     for (const char* name : {"config.json", "vocab.txt"}) texts[name] = read_file(folder / name);
     for (const char* name :
@@ -136,7 +136,7 @@ struct ModelFiles {
 
   fs::path folder;
   json config;                               ///< config.json
-  std::map<std::string, std::string> texts;  ///< all of them, by name
+  std::map<std::string, std::string> texts;  ///< of all files, by name
 };
 
 /// Returns the tokenizer. \throws InputError if its vocabulary is larger than the model's
@@ -148,9 +148,9 @@ inline WordPiece load_tokenizer(const ModelFiles& files) {
                    files.config.at("vocab_size").dump() + "; are they of the same model?");
 }
 
-/// Returns the labels (`id2label`) of a folder that this example, or Hugging Face, saved.
-/// \throws InputError if the folder holds no token classifier
-inline std::vector<std::string> labels_of(const ModelFiles& files) {
+/// Returns the labels (`id2label`) of a token classifier.
+/// \throws InputError if there are none
+inline std::vector<std::string> read_labels(const ModelFiles& files) {
   const auto map = files.config.value("id2label", std::map<std::string, std::string>());
   std::vector<std::string> names;
   while (map.contains(std::to_string(names.size()))) {
@@ -162,7 +162,7 @@ inline std::vector<std::string> labels_of(const ModelFiles& files) {
                    "saved with --save");
 }
 
-/// Makes the configuration that of a token classifier with these labels.
+/// Changes the configuration to a token classifier with these labels.
 inline void set_labels(ModelFiles& files, const std::vector<std::string>& labels) {
   files.config["architectures"] = {"BertForTokenClassification"};
   files.config["id2label"] = files.config["label2id"] = json::object();
@@ -173,49 +173,49 @@ inline void set_labels(ModelFiles& files, const std::vector<std::string>& labels
   files.texts["config.json"] = files.config.dump(2) + "\n";
 }
 
-/// Whether the classifier's weights come from the file or keep their fresh start.
-enum class Head { fresh, from_file };
+/// Whether the classifier's weights are initialized or loaded.
+enum class Head { initialized, from_file };
 
-/// Fills `model` from `folder/model.safetensors`. Names may carry the prefix `bert.` or not and may
-/// end in the older `gamma` and `beta`; all floating-point dtypes are converted to float32. Tensors
-/// of other heads (pooler, language model) are left out.
-/// \throws InputError naming a tensor that is missing, unknown to the encoder, or misshapen
+/// Loads `model` from `folder/model.safetensors`. Names may have the prefix `bert.`, and the older
+/// suffixes `gamma` and `beta`. Floating-point dtypes are converted to float32. Tensors of other
+/// heads (pooler, language model) are ignored.
+/// \throws InputError for a tensor that is missing, unexpected, or has another shape
 inline void load_weights(BertForTokenClassification& model, const fs::path& folder, Head head) {
   const torch::NoGradGuard no_grad;
   const auto path = folder / "model.safetensors";
-  const auto require = [&](bool is_good, const std::string& what) {
-    if (is_good) return;
+  const auto check = [&](bool is_valid, const std::string& what) {
+    if (is_valid) return;
     throw InputError(path.string() + ": " + what +
                      "; are config.json and model.safetensors of the same model?");
   };
   auto parameters = model->named_parameters();
   std::set<std::string> loaded;
-  for (const auto& [given_name, tensor] : read_safetensors(path)) {
-    std::string name = given_name;
+  for (const auto& [file_name, tensor] : read_safetensors(path)) {
+    std::string name = file_name;
     if (name.ends_with("LayerNorm.gamma")) name.replace(name.size() - 5, 5, "weight");
     if (name.ends_with("LayerNorm.beta")) name.replace(name.size() - 4, 4, "bias");
     if (name.starts_with("embeddings.") || name.starts_with("encoder.")) name.insert(0, "bert.");
     auto* const parameter = parameters.find(name);
-    if (name.starts_with("classifier.") && head == Head::fresh) continue;
-    if (name == "bert.embeddings.position_ids") continue;  // 0, 1, 2, ...: carries nothing
+    if (name.starts_with("classifier.") && head == Head::initialized) continue;
+    if (name == "bert.embeddings.position_ids") continue;  // always 0, 1, 2, ...
     if (parameter == nullptr) {
-      require(!name.starts_with("bert.embeddings.") && !name.starts_with("bert.encoder."),
-              "has " + given_name + ", which config.json does not provide for");
+      check(!name.starts_with("bert.embeddings.") && !name.starts_with("bert.encoder."),
+            "unexpected tensor " + file_name);
       continue;
     }
-    require(tensor.sizes() == parameter->sizes() && tensor.is_floating_point(),
-            c10::str(given_name, " is ", tensor.scalar_type(), " of ", tensor.sizes(),
-                     " where config.json makes it floats of ", parameter->sizes()));
+    check(tensor.sizes() == parameter->sizes() && tensor.is_floating_point(),
+          c10::str(file_name, " is ", tensor.scalar_type(), " of ", tensor.sizes(),
+                   "; according to config.json it has floats of ", parameter->sizes()));
     parameter->copy_(tensor);
     loaded.insert(name);
   }
   for (const auto& name : parameters.keys()) {
-    const bool is_fresh = head == Head::fresh && name.starts_with("classifier.");
-    require(is_fresh || loaded.contains(name), "lacks " + name);
+    const bool is_new_head = head == Head::initialized && name.starts_with("classifier.");
+    check(is_new_head || loaded.contains(name), "missing tensor " + name);
   }
 }
 
-/// Writes a folder that load_weights and Hugging Face's `from_pretrained` can read. `folder` must
+/// Writes a model directory for load_weights and Hugging Face's `from_pretrained`. `folder` must
 /// exist. Replaces each file atomically.
 inline void write_model_folder(const fs::path& folder, const ModelFiles& files,
                                const BertForTokenClassification& model) {

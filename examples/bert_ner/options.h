@@ -1,5 +1,5 @@
 /// \file
-/// The rows of the table, and the options of a run with their flags.
+/// Precisions (the rows of the table), and command-line options.
 #pragma once
 
 #include <mezzo/base/weight_storage.h>
@@ -13,16 +13,16 @@
 
 namespace bert_ner {
 
-/// A way to train: a row of the table.
+/// A training precision, a row of the table.
 struct Precision {
-  enum class Autocast { off, on, float16 };  ///< on: as MEZZO_MIXED_PRECISION or the device decides
+  enum class Autocast { off, on, float16 };  ///< on: MEZZO_MIXED_PRECISION, or the device's default
   using Storage = mezzo::optim::WeightStorage;
 
   std::string flag;   ///< the value of --precision
   std::string title;  ///< the name in the table
   Autocast autocast = Autocast::off;
-  bool scales_loss = false;          ///< by a dynamic loss scale
-  bool has_8bit_moments = false;     ///< but for embeddings
+  bool scales_loss = false;          ///< with a dynamic loss scale
+  bool has_8bit_moments = false;     ///< except for embeddings
   Storage storage = Storage::plain;  ///< plain: float32 parameters; the others: bfloat16
 };
 
@@ -41,111 +41,111 @@ inline const std::vector<Precision>& precisions() {
   return rows;
 }
 
-inline const Precision& precision_of(const std::string& flag) {
+inline const Precision& find_precision(const std::string& flag) {
   return *std::ranges::find(precisions(), flag, &Precision::flag);
 }
 
-/// Options that decide a run's outcome, the same when it is resumed.
+/// Options that determine the result of a run. A resumed run must have the same.
 struct TrainingOptions {
   std::string precision = "amp";  ///< a row's flag
-  double held_out = 0.2;          ///< the part of the sentences that is kept for the scores
+  double held_out = 0.2;          ///< fraction of the sentences for validation
   double learning_rate = 4e-4;
   int64_t epochs = 1;
   int64_t batch_size = 8;
-  double warmup = 0.0;   ///< the part of all steps over which the learning rate rises
-  double dropout = 0.0;  ///< in place of the model's own: one epoch leaves nothing to overfit
-  uint64_t seed = 1;     ///< of the split, the batches' order, the classifier and dropout
+  double warmup = 0.0;   ///< fraction of the steps for learning-rate warmup
+  double dropout = 0.0;  ///< instead of the model's: one epoch does not overfit
+  uint64_t seed = 1;     ///< of split, batch order, classifier initialization and dropout
 };
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(TrainingOptions, precision, held_out, learning_rate, epochs,
                                    batch_size, warmup, dropout, seed)
 
-/// What the arguments ask for. Options outside of `training` may change when a run is resumed.
+/// The command line. Options outside `training` may change when a run is resumed.
 struct Options {
   enum class Kind { help, predict, run, table };
   Kind kind = Kind::help;
   std::string help;   ///< the text that `--help` prints
-  std::string model;  ///< Hugging Face BERT folder
+  std::string model;  ///< Hugging Face BERT directory
   std::string data;   ///< CoNLL file
   TrainingOptions training;
   std::string device = "cpu";  ///< cpu or cuda
   int threads = 0;             ///< 0: libtorch's choice
-  int64_t max_steps = 0;       ///< stop early, the schedule unchanged; 0: run to the end
-  std::string save;            ///< folder of model and checkpoints
-  bool resume = false;         ///< go on with the run that is saved there
+  int64_t max_steps = 0;       ///< stop early, with the same schedule; 0: no limit
+  std::string save;            ///< directory for model and checkpoints
+  bool resume = false;         ///< resume the run in `save`
   int64_t save_every = 0;      ///< steps; 0: only at the end
   std::string json;            ///< a file for the results
   std::string report;          ///< a file for the run as an HTML page
-  int seeds = 1;               ///< runs of each row, with `training.seed` and those after it
+  int seeds = 1;               ///< runs of each row, with consecutive seeds from `training.seed` on
   bool quiet = false;          ///< no progress
 
   // Of `predict`:
-  std::string saved;       ///< a folder that --save wrote, or a model folder
-  std::string text, file;  ///< one sentence, or a file with one a line
+  std::string saved;       ///< directory of --save, or a model directory
+  std::string text, file;  ///< a sentence, or a file with a sentence per line
 };
 
-/// Parses the arguments (without the program's name). \throws CLI::ParseError for a flag that does
-/// not exist, lacks its value, is out of range or contradicts another
+/// Parses the arguments (without the program's name). \throws CLI::ParseError for unknown flags, missing or
+/// invalid values, and contradictory flags
 inline Options parse_command_line(const std::vector<std::string>& arguments) {
   Options options;
   auto& training = options.training;
   CLI::App app(
-      "Fine-tunes BERT for named entities in several precisions and prints how they compare;\n"
+      "Fine-tunes BERT for named-entity recognition in several precisions and compares them;\n"
       "with --precision, in one.",
       "bert_ner");
   app.option_defaults()->always_capture_default();
   app.get_formatter()->column_width(34);
-  const CLI::Range at_least_1(int64_t{1}, int64_t{1'000'000'000}), part(0.0, 1.0);
+  const CLI::Range at_least_1(int64_t{1}, int64_t{1'000'000'000}), fraction(0.0, 1.0);
   std::vector<std::string> flags;
   for (const auto& row : precisions()) flags.push_back(row.flag);
 
-  // What decides a run's outcome, the same when it is resumed. The table gives each row flags of
-  // its own behind the user's: the last one is taken.
-  app.add_option("--model", options.model, "Hugging Face BERT folder");
+  // Options that determine the result. The table appends flags for each row, so the last one
+  // counts.
+  app.add_option("--model", options.model, "Hugging Face BERT directory");
   app.add_option("--data", options.data, "CoNLL file, split by --held-out and --seed");
-  app.add_option("--held-out", training.held_out, "part of --data that is kept for the scores")
-      ->check(part);
+  app.add_option("--held-out", training.held_out, "fraction of --data for validation")
+      ->check(fraction);
   auto* precision = app.add_option("--precision", training.precision, "one run only")
                         ->check(CLI::IsMember(flags))
                         ->take_last();
-  app.add_option("--seed", training.seed, "of split, order, classifier and dropout")->take_last();
+  app.add_option("--seed", training.seed, "of split, batch order, classifier and dropout")
+      ->take_last();
   app.add_option("--epochs", training.epochs)->check(at_least_1);
   app.add_option("--batch-size", training.batch_size)->check(at_least_1);
-  app.add_option("--learning-rate", training.learning_rate, "at its highest")
+  app.add_option("--learning-rate", training.learning_rate, "maximum")
       ->check(CLI::Range(0.0, 10.0));
-  app.add_option("--warmup", training.warmup, "part of the steps over which the rate rises")
-      ->check(part);
+  app.add_option("--warmup", training.warmup, "fraction of the steps for warmup")->check(fraction);
   app.add_option("--dropout", training.dropout, "between layers and in attention")
       ->check(CLI::Range(0.0, 0.99));
 
-  // Where and how it goes.
+  // Other options.
   app.add_option("--seeds", options.seeds, "runs of each row, with this many seeds from --seed on")
       ->check(CLI::Range(1, 1000))
       ->take_last();
   app.add_option("--device", options.device, "cpu or cuda")->check(CLI::IsMember({"cpu", "cuda"}));
   app.add_option("--threads", options.threads, "CPU threads (default: libtorch's choice)")
       ->check(at_least_1);
-  app.add_option("--max-steps", options.max_steps, "stop after so many steps; the schedule stays")
+  app.add_option("--max-steps", options.max_steps,
+                 "stop after this number of steps, with the same schedule")
       ->check(at_least_1)
       ->take_last();
-  auto* saved =
-      app.add_option("--save", options.save, "folder for model and checkpoints, written at the end")
-          ->needs(precision);
+  auto* saved = app.add_option("--save", options.save, "directory for model and checkpoints")
+                    ->needs(precision);
   app.add_option("--save-every", options.save_every, "steps between saves")
       ->check(at_least_1)
       ->needs(saved);
-  app.add_flag("--resume", options.resume, "go on with the run that --save has kept")->needs(saved);
+  app.add_flag("--resume", options.resume, "resume the run in --save")->needs(saved);
   app.add_option("--json", options.json, "write the results to this file (-: standard output)")
       ->take_last();
   app.add_option("--report", options.report, "write the run as an HTML page")->needs(precision);
   app.add_flag("--quiet", options.quiet, "no progress on standard error");
 
   auto* predict = app.add_subcommand("predict", "label text with a saved model")->fallthrough();
-  predict->add_option("--saved", options.saved, "folder that --save wrote")->required();
+  predict->add_option("--saved", options.saved, "directory of --save")->required();
   auto* text = predict->add_option("TEXT", options.text, "a sentence");
-  predict->add_option("--file", options.file, "a file with a sentence on each line")
-      ->excludes(text);
+  predict->add_option("--file", options.file, "a file with a sentence per line")->excludes(text);
   try {
-    app.parse(std::vector<std::string>(arguments.rbegin(), arguments.rend()));  // as CLI11 wants it
+    app.parse(std::vector<std::string>(arguments.rbegin(),
+                                       arguments.rend()));  // CLI11 expects reverse order
   } catch (const CLI::CallForHelp&) {
     options.help = (predict->parsed() ? predict : &app)->help();
     return options;
@@ -159,13 +159,13 @@ inline Options parse_command_line(const std::vector<std::string>& arguments) {
   };
   if (predict->parsed()) {
     require(options.text.empty() != options.file.empty(), "predict",
-            "give a sentence, or a file of them with --file");
+            "pass a sentence, or a file with --file");
     return options;
   }
-  require(!options.model.empty(), "--model", "name the folder of a BERT model");
-  require(!options.data.empty(), "--data", "name a CoNLL file");
+  require(!options.model.empty(), "--model", "pass the directory of a BERT model");
+  require(!options.data.empty(), "--data", "pass a CoNLL file");
   require(!is_run || options.seeds == 1, "--seeds",
-          "compares rows; leave --precision out, or give one --seed");
+          "cannot be combined with --precision; use --seed");
   return options;
 }
 

@@ -1,9 +1,10 @@
 /// \file
-/// A whole run in one precision, from files to scores.
+/// A run in one precision: loading, training, evaluation, checkpoints.
 #pragma once
 
 #include <mezzo/checkpoint/checkpoint.h>
 #include <mezzo/diagnostics/metrics_logger.h>
+#include <mezzo/diagnostics/run_report.h>
 
 #include <algorithm>
 #include <chrono>
@@ -30,19 +31,19 @@ struct RunResult {
   std::string autocast;  ///< "off", "bfloat16" or "float16"
   double f1 = 0, precision = 0, recall = 0;
   int64_t peak_memory_bytes = 0;
-  double bytes_a_parameter = 0;  ///< Trainer::bytes_a_parameter
-  double tokens_per_second = 0;  ///< in training, without padding
+  double bytes_per_parameter = 0;  ///< see Trainer::bytes_per_parameter
+  double tokens_per_second = 0;    ///< during training, without padding
   int64_t steps = 0, skipped_steps = 0;
   double loss_scale = 1;  ///< at the end
 };
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(RunResult, name, seed, autocast, f1, precision, recall,
-                                   peak_memory_bytes, bytes_a_parameter, tokens_per_second, steps,
+                                   peak_memory_bytes, bytes_per_parameter, tokens_per_second, steps,
                                    skipped_steps, loss_scale)
 
-/// The signal that has asked the run to end, or 0.
+/// The signal that stops the run, or 0.
 inline volatile std::sig_atomic_t stop_signal = 0;
 
-/// SIGTERM and Ctrl-C let the step under way end; the second one ends the process.
+/// SIGTERM and Ctrl-C stop the run after the current step. A second signal ends the process.
 inline void stop_at_signals() {
   struct sigaction action {};
   action.sa_handler = [](int signal) { stop_signal = signal; };
@@ -50,16 +51,16 @@ inline void stop_at_signals() {
   for (const int signal : {SIGTERM, SIGINT}) sigaction(signal, &action, nullptr);
 }
 
-/// A run under way. Draws from torch's default generators, and tells standard error how it goes.
+/// A training run. Uses torch's default generators, and prints progress to standard error.
 class Run {
  public:
-  /// With --resume goes on from the newest checkpoint that is whole. \throws InputError for files
-  /// that cannot be used, and if there is no such checkpoint or it is of another run
+  /// With --resume, continues from the latest valid checkpoint. \throws InputError for invalid files, and if
+  /// there is no checkpoint or it is of a different run
   explicit Run(const Options& options)
       : options_(options),
         training_(options.training),
         device_(find_device(options.device)),
-        precision_(setting_for(precision_of(training_.precision), device_)),
+        precision_(make_autocast_options(find_precision(training_.precision), device_)),
         files_(options.model),
         max_length_(files_.config.at("max_position_embeddings")),
         tokenizer_(load_tokenizer(files_)),
@@ -77,48 +78,48 @@ class Run {
     if (options.resume) load_checkpoint();
   }
 
-  /// Trains, saves and scores. If stop_signal ends the run, it is saved and not scored.
+  /// Trains, saves and evaluates. If stop_signal stops the run, it is saved and not evaluated.
   /// \throws InputError for files that cannot be written
   RunResult execute() {
-    const bool has_page = !options_.report.empty(), is_saved = !options_.save.empty();
-    if (has_page) write_file(options_.report, nullptr);  // now, not after hours of training
+    const bool has_report = !options_.report.empty(), is_saved = !options_.save.empty();
+    if (has_report) write_file(options_.report, nullptr);  // fails before the training
     if (is_saved) fs::create_directories(fs::path(options_.save) / "checkpoints");
     if (is_saved) write_file(fs::path(options_.save) / "config.json", nullptr);
-    const auto title = precision_of(training_.precision).title;
-    mezzo::RunReport page("BERT, " + title + " (autocast " + describe(precision_) + ")");
+    const auto title = find_precision(training_.precision).title;
+    mezzo::RunReport report("BERT, " + title + " (autocast " + describe(precision_) + ")");
     mezzo::MetricsLogger logger(trainer_.steps + 1);
-    logger.add_callback([&](const mezzo::StepMetrics& record) { show(record); });
-    logger.add_callback(std::ref(page));
-    trainer_.scaler.on_skip([&](const auto& skipped) { say(skipped.message()); });
-    say(c10::str(title, ": autocast ", describe(precision_), ", ", data_.train.size(),
-                 " sentences to learn, ", data_.valid.size(), " to be scored on"));
+    logger.add_callback([&](const mezzo::StepMetrics& record) { print_progress(record); });
+    logger.add_callback(std::ref(report));
+    trainer_.scaler.on_skip([&](const auto& skipped) { log(skipped.message()); });
+    log(c10::str(title, ": autocast ", describe(precision_), ", ", data_.train.size(),
+                 " training sentences, ", data_.valid.size(), " validation sentences"));
     stop_at_signals();
     train(logger);
     if (is_saved) save();
     trainer_.scaler.on_skip(nullptr);
     std::string ended = options_.max_steps > 0 ? "at --max-steps" : "with its schedule";
     if (stop_signal != 0) ended = stop_signal == SIGINT ? "by Ctrl-C" : "by SIGTERM";
-    const auto measured = result(stop_signal == 0 ? scored() : Score());
-    if (has_page) save_page(page, measured, ended);
-    say("ended " + ended);
+    const auto measured = make_result(stop_signal == 0 ? evaluate() : Score());
+    if (has_report) save_report(report, measured, ended);
+    log("ended " + ended);
     return measured;
   }
 
  private:
-  void say(const std::string& line) const {
+  void log(const std::string& line) const {
     if (!options_.quiet) std::cerr << line << std::endl;
   }
 
-  /// Says how the run goes, every few seconds.
-  void show(const mezzo::StepMetrics& record) {
+  /// Prints progress every few seconds.
+  void print_progress(const mezzo::StepMetrics& record) {
     seconds_ += record.seconds;
     tokens_ += record.tokens_per_second.value_or(0) * record.seconds;
     const auto now = std::chrono::steady_clock::now();
-    if (now - shown_ < std::chrono::seconds(5) && record.step != last_step()) return;
-    shown_ = now;
-    say(c10::str("step ", record.step, "/", last_step()) +
-        formatted("  loss %.4f  scale %g  %.0f tokens/s", record.loss.value_or(0), record.scale,
-                  tokens_ / seconds_));
+    if (now - last_printed_ < std::chrono::seconds(5) && record.step != last_step()) return;
+    last_printed_ = now;
+    log(c10::str("step ", record.step, "/", last_step()) +
+        format("  loss %.4f  scale %g  %.0f tokens/s", record.loss.value_or(0), record.scale,
+               tokens_ / seconds_));
   }
 
   int64_t last_step() const {
@@ -129,8 +130,8 @@ class Run {
   BertForTokenClassification load_model() const {
     torch::manual_seed(training_.seed);
     BertForTokenClassification model(files_.config, data_.labels.size(), training_.dropout);
-    load_weights(model, options_.model, Head::fresh);
-    const auto storage = precision_of(training_.precision).storage;
+    load_weights(model, options_.model, Head::initialized);
+    const auto storage = find_precision(training_.precision).storage;
     model->to(device_, storage == Precision::Storage::plain ? torch::kFloat32 : torch::kBFloat16);
     return model;
   }
@@ -140,7 +141,7 @@ class Run {
     return mezzo::CheckpointManager(fs::path(options_.save) / "checkpoints", {.on_warning = note});
   }
 
-  /// The whole state of the run. Objects are loaded in this order.
+  /// The state of the run. Objects are loaded in this order.
   mezzo::TrainingState state(std::string& record) {
     mezzo::TrainingState state;
     state.add("record", record).add("steps", trainer_.steps).add("model", trainer_.model);
@@ -151,17 +152,17 @@ class Run {
 
   void load_checkpoint() {
     std::string record;
-    mezzo::TrainingState alone;
-    alone.add("record", record);
-    if (!checkpoints().load_latest(alone, {.ignore_unexpected = true})) {
+    mezzo::TrainingState record_state;
+    record_state.add("record", record);
+    if (!checkpoints().load_latest(record_state, {.ignore_unexpected = true})) {
       throw InputError(options_.save +
-                       "/checkpoints: holds no checkpoint; leave --resume out to begin a run");
+                       "/checkpoints: has no checkpoint; remove --resume to start a run");
     }
     const auto saved = json::parse(record);
-    for (const auto& [word, value] : record_.items()) {
-      if (saved.value(word, json()) == value) continue;
-      throw InputError(options_.save + ": the run had other " + word +
-                       "; put back what it began with");
+    for (const auto& [name, value] : record_.items()) {
+      if (saved.value(name, json()) == value) continue;
+      throw InputError(options_.save + ": the saved run had other " + name +
+                       "; use the same as in the saved run");
     }
     checkpoints().load_latest(state(record));
   }
@@ -179,7 +180,7 @@ class Run {
     while (trainer_.steps < last_step() && stop_signal == 0) {
       const auto batch_of_epoch = static_cast<std::size_t>(trainer_.steps % epoch_steps_);
       if (order.empty() || batch_of_epoch == 0) {
-        order = shuffled(batches_, training_.seed, trainer_.steps / epoch_steps_);
+        order = shuffle_batches(batches_, training_.seed, trainer_.steps / epoch_steps_);
       }
       const auto batch =
           collate(train_, order[batch_of_epoch], tokenizer_.pad, max_length_, device_);
@@ -187,7 +188,7 @@ class Run {
       logger.record(report.result, report.loss,
                     {.tokens = batch.tokens, .learning_rate = report.learning_rate});
       const bool is_due = options_.save_every > 0 && trainer_.steps % options_.save_every == 0;
-      if (is_due && trainer_.steps < last_step()) {  // the last one is saved after the loop
+      if (is_due && trainer_.steps < last_step()) {  // the last step is saved after the loop
         save();
         logger.restart_clock();
       }
@@ -195,47 +196,48 @@ class Run {
     logger.flush();
   }
 
-  Score scored() {
+  Score evaluate() {
     const auto examples = make_examples(data_.valid, tokenizer_, data_.labels, max_length_);
     TagSequences truth;
     for (const auto& sentence : data_.valid) truth.push_back(sentence.tags);
-    const auto answers = tag_sentences(trainer_.model, examples, truth.size(), data_.labels,
-                                       tokenizer_.pad, precision_);
-    const auto score = entity_scores(truth, answers);
-    say(formatted("F1 %.3f  P %.3f  R %.3f", score.f1, score.precision, score.recall));
+    const auto predicted = tag_sentences(trainer_.model, examples, truth.size(), data_.labels,
+                                         tokenizer_.pad, precision_);
+    const auto score = entity_scores(truth, predicted);
+    log(format("F1 %.3f  P %.3f  R %.3f", score.f1, score.precision, score.recall));
     return score;
   }
 
-  RunResult result(const Score& score) const {
-    return {.name = precision_of(training_.precision).title,
+  RunResult make_result(const Score& score) const {
+    return {.name = find_precision(training_.precision).title,
             .seed = training_.seed,
             .autocast = describe(precision_),
             .f1 = score.f1,
             .precision = score.precision,
             .recall = score.recall,
             .peak_memory_bytes = peak_memory_bytes(device_),
-            .bytes_a_parameter = trainer_.bytes_a_parameter(),
+            .bytes_per_parameter = trainer_.bytes_per_parameter(),
             .tokens_per_second = seconds_ > 0 ? tokens_ / seconds_ : 0.0,
             .steps = trainer_.steps,
             .skipped_steps = trainer_.steps - trainer_.schedule.applied_steps(),
             .loss_scale = trainer_.scaler.get_scale()};
   }
 
-  /// Adds what the curves do not show, and writes the page.
-  void save_page(mezzo::RunReport& page, const RunResult& result, const std::string& ended) const {
+  /// Adds scores and options to the report, and writes it.
+  void save_report(mezzo::RunReport& report, const RunResult& result,
+                   const std::string& ended) const {
     if (stop_signal == 0) {
-      page.set_score("F1", result.f1);
-      page.set_score("precision", result.precision);
-      page.set_score("recall", result.recall);
+      report.set_score("F1", result.f1);
+      report.set_score("precision", result.precision);
+      report.set_score("recall", result.recall);
     }
-    page.set_hparam("peak memory", std::to_string(result.peak_memory_bytes >> 20) + " MiB");
-    page.set_hparam("ended", ended);
+    report.set_hparam("peak memory", std::to_string(result.peak_memory_bytes >> 20) + " MiB");
+    report.set_hparam("ended", ended);
     const json training = training_;
-    for (const auto& [name, value] : training.items()) page.set_hparam(name, value.dump());
-    page.set_hparam("model", options_.model);
-    page.set_hparam("device", options_.device);
-    page.set_hparam("threads", std::to_string(at::get_num_threads()));
-    page.save(options_.report);
+    for (const auto& [name, value] : training.items()) report.set_hparam(name, value.dump());
+    report.set_hparam("model", options_.model);
+    report.set_hparam("device", options_.device);
+    report.set_hparam("threads", std::to_string(at::get_num_threads()));
+    report.save(options_.report);
   }
 
   const Options& options_;
@@ -250,9 +252,9 @@ class Run {
   BatchList batches_;
   int64_t epoch_steps_;
   Trainer trainer_;
-  json record_;                      ///< what must be the same when the run is resumed, by name
-  double seconds_ = 0, tokens_ = 0;  ///< in training
-  std::chrono::steady_clock::time_point shown_ = std::chrono::steady_clock::now();
+  json record_;                      ///< what must be equal when the run is resumed
+  double seconds_ = 0, tokens_ = 0;  ///< during training
+  std::chrono::steady_clock::time_point last_printed_ = std::chrono::steady_clock::now();
 };
 
 }  // namespace bert_ner

@@ -1,5 +1,5 @@
 /// \file
-/// The runs of all precisions side by side.
+/// The table of all precisions.
 #pragma once
 
 #include <sys/wait.h>
@@ -23,21 +23,22 @@ namespace bert_ner {
 /// A row of the table: the runs in one precision, with one seed each.
 using TableRow = std::vector<RunResult>;
 
-/// The rows, and the speed of the same float32 steps before the first row and after each: where it
-/// changed, something else used the machine, and the speeds of the rows do not compare.
+/// The rows, and the speed of the same float32 steps before the first row and after each. If it
+/// varies, the machine was not idle, and the speeds of the rows are not comparable.
 struct Table {
   std::vector<TableRow> rows;
-  std::vector<double> float32_speeds;  ///< tokens a second; empty for a single run
+  std::vector<double> float32_speeds;  ///< tokens per second; empty for a single run
 };
 
-/// Returns a sentence if the float32 speeds differ by more than 10 %; else nothing.
-inline std::string stray_speeds(const std::vector<double>& float32_speeds) {
-  constexpr double kMostThatCompares = 1.1;
+/// Returns a warning if the float32 speeds differ by more than 10 %, else an empty string.
+inline std::string speed_warning(const std::vector<double>& float32_speeds) {
+  constexpr double kMaxSpeedRatio = 1.1;
   if (float32_speeds.empty()) return {};
   const auto [slowest, fastest] = std::ranges::minmax(float32_speeds);
-  if (fastest <= slowest * kMostThatCompares) return {};
-  return formatted(
-      "The speeds do not compare: the same float32 steps ran at %.0f to %.0f tokens/s between the "
+  if (fastest <= slowest * kMaxSpeedRatio) return {};
+  return format(
+      "The speeds are not comparable: the same float32 steps ran at %.0f to %.0f tokens/s between "
+      "the "
       "rows. Run it again on an idle machine.",
       slowest, fastest);
 }
@@ -54,24 +55,24 @@ inline double relative_speed(const TableRow& row, const TableRow& first) {
   return base > 0 ? mean(row, &RunResult::tokens_per_second) / base : 0.0;
 }
 
-/// Formats the rows as a Markdown table of 97 columns, and below it what stray_speeds says. With
-/// several seeds, F1 is the mean, with the lowest and the highest; speeds are means, memory is the
-/// largest, skipped steps are a sum.
+/// Formats the rows as a Markdown table of 97 columns, followed by speed_warning. With several
+/// seeds, F1 is the mean, with minimum and maximum; speed is the mean, memory the maximum, skipped
+/// steps the sum.
 inline std::string format_table(const Table& table) {
   using Cells = std::array<std::string, 7>;
   std::vector<Cells> lines{{"name", "F1", "memory", "bytes/param", "tokens/s", "speed", "skipped"}};
   for (const auto& row : table.rows) {
     const auto [lowest, highest] = std::ranges::minmax(row, {}, &RunResult::f1);
-    const auto range = formatted(" (%.3f-%.3f)", lowest.f1, highest.f1);
+    const auto range = format(" (%.3f-%.3f)", lowest.f1, highest.f1);
     const auto memory = std::ranges::max(row, {}, &RunResult::peak_memory_bytes).peak_memory_bytes;
     int64_t skipped = 0;
     for (const auto& run : row) skipped += run.skipped_steps;
     lines.push_back({row.front().name,
-                     formatted("%.3f", mean(row, &RunResult::f1)) + (row.size() > 1 ? range : ""),
-                     formatted("%.0f MiB", static_cast<double>(memory) / (1 << 20)),
-                     formatted("%.1f", row.front().bytes_a_parameter),
-                     formatted("%.0f", mean(row, &RunResult::tokens_per_second)),
-                     formatted("%.2f", relative_speed(row, table.rows.front())),
+                     format("%.3f", mean(row, &RunResult::f1)) + (row.size() > 1 ? range : ""),
+                     format("%.0f MiB", static_cast<double>(memory) / (1 << 20)),
+                     format("%.1f", row.front().bytes_per_parameter),
+                     format("%.0f", mean(row, &RunResult::tokens_per_second)),
+                     format("%.2f", relative_speed(row, table.rows.front())),
                      std::to_string(skipped)});
   }
   std::string text;
@@ -87,13 +88,13 @@ inline std::string format_table(const Table& table) {
     text += "|\n";
     if (&cells == &lines.front()) text += rule + "|\n";
   }
-  const auto note = stray_speeds(table.float32_speeds);
+  const auto note = speed_warning(table.float32_speeds);
   return note.empty() ? text : text + "\n" + note + "\n";
 }
 
 /// Returns the table as JSON: for each row the run of the first seed, its relative_speed and, with
-/// several seeds, all its runs; options, threads and float32_speeds, and whether the speeds
-/// compare.
+/// several seeds, all runs; options, threads, float32_speeds, and whether the speeds are
+/// comparable.
 inline json table_json(const Table& table, const Options& options) {
   json rows = json::array();
   for (const auto& row : table.rows) {
@@ -104,7 +105,7 @@ inline json table_json(const Table& table, const Options& options) {
   }
   return {{"rows", std::move(rows)},
           {"float32_speeds", table.float32_speeds},
-          {"speeds_compare", stray_speeds(table.float32_speeds).empty()},
+          {"speeds_are_comparable", speed_warning(table.float32_speeds).empty()},
           {"device", options.device},
           {"threads", at::get_num_threads()},
           {"data", options.data},
@@ -112,10 +113,9 @@ inline json table_json(const Table& table, const Options& options) {
           {"training", options.training}};
 }
 
-/// Runs a row in a process of its own, which is this very program. If it fails, ends this process
-/// with its status: it has written why on standard error.
-/// \param arguments this program's own, and what wins over them
-inline RunResult run_in_its_process(const std::vector<std::string>& arguments) {
+/// Runs a row in a subprocess of this program. If it fails, exits with its status.
+/// \param arguments this program's arguments, followed by overrides
+inline RunResult run_in_subprocess(const std::vector<std::string>& arguments) {
   std::string command = "exec " + fs::read_symlink("/proc/self/exe").string();
   for (auto argument : arguments) {
     for (std::size_t at = 0; (at = argument.find('\'', at)) != std::string::npos; at += 4) {
@@ -133,15 +133,14 @@ inline RunResult run_in_its_process(const std::vector<std::string>& arguments) {
   return parse_json(text, "the output of a row").at("rows").at(0).get<RunResult>();
 }
 
-/// Runs every row and seed in a process of its own, since the peak memory of one process is that of
-/// its largest run, and a few steps in float32 between them. Warns where autocast will be slower
-/// than float32. The float16 row is there if the amp rows compute in another dtype and the device
-/// has instructions for it.
-/// \param arguments this program's own; each process gets them too, with its --precision and --seed
-/// \throws InputError if there is no such device
+/// Runs every row and seed in a separate process, so that peak memory is that of one run, and a few
+/// float32 steps in between. Warns if autocast is slower than float32 on this device. The float16
+/// row is included if the amp rows use another dtype and the device has float16 instructions.
+/// \param arguments this program's arguments, to which --precision and --seed are appended
+/// \throws InputError if the device does not exist
 inline Table run_rows(const Options& options, const std::vector<std::string>& arguments) {
   const auto device = find_device(options.device);
-  const auto amp = setting_for(precision_of("amp"), device);
+  const auto amp = make_autocast_options(find_precision("amp"), device);
   const auto native = mezzo::recommended_autocast(device);
   if (amp.enabled && !native.enabled) std::cerr << "note: " << native.reason << std::endl;
 
@@ -150,7 +149,7 @@ inline Table run_rows(const Options& options, const std::vector<std::string>& ar
     all.insert(all.end(), {"--precision", precision, "--seed", std::to_string(seed), "--seeds", "1",
                            "--json", "-"});
     all.insert(all.end(), more.begin(), more.end());
-    return run_in_its_process(all);
+    return run_in_subprocess(all);
   };
   auto rows = precisions();
   if (describe(amp) == "float16" || !has_float16(device)) rows.pop_back();
@@ -162,7 +161,7 @@ inline Table run_rows(const Options& options, const std::vector<std::string>& ar
   };
   time_float32();
   for (int i = 0; i < options.seeds; ++i) {
-    // Seed by seed, so that what else the machine does slows all rows down.
+    // Seeds in the outer loop, so that other load of the machine affects all rows.
     for (std::size_t row = 0; row < rows.size(); ++row) {
       const auto seed = options.training.seed + static_cast<uint64_t>(i);
       table.rows[row].push_back(run(rows[row].flag, seed, {}));

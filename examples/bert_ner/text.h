@@ -1,5 +1,5 @@
 /// \file
-/// Files, lines, JSON, and the error of this program.
+/// Files, lines, JSON and errors.
 #pragma once
 
 #include <c10/util/Exception.h>
@@ -26,13 +26,13 @@ namespace bert_ner {
 namespace fs = std::filesystem;
 using nlohmann::json;
 
-/// An error in what the user gave: a file, a flag, a text. what() is one line: "FILE:LINE: what is
-/// wrong; what to do".
+/// An error in the user's input: a file, a flag or text. what() is one line: "FILE:LINE: problem;
+/// remedy".
 struct InputError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-/// Returns what() in one line, of libtorch's errors without the stack.
+/// Returns what() in one line, without libtorch's backtrace.
 inline std::string message_of(const std::exception& error) {
   const auto* const torch_error = dynamic_cast<const c10::Error*>(&error);
   std::string text = torch_error ? torch_error->what_without_backtrace() : error.what();
@@ -40,8 +40,8 @@ inline std::string message_of(const std::exception& error) {
   return text;
 }
 
-/// Formats as std::printf does. (g++ 12 has no std::format.)
-[[gnu::format(printf, 1, 2)]] inline std::string formatted(const char* pattern, ...) {
+/// Formats like std::printf (g++ 12 has no std::format).
+[[gnu::format(printf, 1, 2)]] inline std::string format(const char* pattern, ...) {
   std::array<char, 1024> text{};
   va_list arguments;
   va_start(arguments, pattern);
@@ -50,73 +50,75 @@ inline std::string message_of(const std::exception& error) {
   return text.data();
 }
 
-/// Returns the text without white space at its ends.
-inline std::string_view trimmed(std::string_view text) {
+/// Removes leading and trailing white space.
+inline std::string_view trim(std::string_view text) {
   constexpr std::string_view kWhiteSpace = " \t\v\f\r\n";
   const auto first = text.find_first_not_of(kWhiteSpace);
   if (first == std::string_view::npos) return {};
   return text.substr(first, text.find_last_not_of(kWhiteSpace) - first + 1);
 }
 
-/// Returns a whole file. \throws InputError if it cannot be read
+/// Returns the contents of a file. \throws InputError if it cannot be read
 inline std::string read_file(const fs::path& path) {
   std::ifstream file(path, std::ios::binary);
   if (file && !fs::is_directory(path)) return {std::istreambuf_iterator<char>(file), {}};
-  throw InputError(path.string() + ": cannot be read; give the path of a file");
+  throw InputError(path.string() + ": cannot be read; pass the path of a file");
 }
 
-/// Calls `take(line, place)` for each line of a UTF-8 file, without its end and without a byte
-/// order mark; `place` is "FILE:LINE". \throws InputError, with the line that is not UTF-8
-inline void for_each_line(const fs::path& path,
-                          const std::function<void(std::string_view, const std::string&)>& take) {
+/// Calls `function(line, location)` for each line of a UTF-8 file, without line end and byte order
+/// mark;
+/// `location` is "FILE:LINE". \throws InputError for a line that is not UTF-8
+inline void for_each_line(
+    const fs::path& path,
+    const std::function<void(std::string_view, const std::string&)>& function) {
   constexpr std::string_view kByteOrderMark = "\xEF\xBB\xBF";
   const std::string text = read_file(path);
   std::string_view rest = text;
   if (rest.starts_with(kByteOrderMark)) rest.remove_prefix(kByteOrderMark.size());
   for (std::size_t number = 1; !rest.empty(); ++number) {
-    const auto place = path.string() + ":" + std::to_string(number);
+    const auto location = path.string() + ":" + std::to_string(number);
     auto line = rest.substr(0, rest.find('\n'));
     rest.remove_prefix(std::min(line.size() + 1, rest.size()));
     if (line.ends_with('\r')) line.remove_suffix(1);
     const auto* const bytes = reinterpret_cast<const utf8proc_uint8_t*>(line.data());
     const auto size = static_cast<utf8proc_ssize_t>(line.size());
     if (utf8proc_decompose(bytes, size, nullptr, 0, {}) < 0) {
-      throw InputError(place + ": is not UTF-8; save the file as UTF-8");
+      throw InputError(location + ": is not UTF-8; save the file as UTF-8");
     }
-    take(line, place);
+    function(line, location);
   }
 }
 
-/// Replaces a file atomically: `write` fills ".NAME.tmp" beside it, which is then renamed. Without
-/// `write`, only checks that this can begin.
+/// Replaces a file atomically: calls `write` with ".NAME.tmp" in the same directory, and renames
+/// it. Without `write`, only checks that the file can be created.
 /// \throws InputError with the system's reason; the file is then unchanged
 inline void write_file(const fs::path& path, const std::function<void(std::ostream&)>& write) {
-  const auto aside = path.parent_path() / ("." + path.filename().string() + ".tmp");
-  const auto check = [&](bool good, const char* what) {
-    if (good) return;
+  const auto temporary = path.parent_path() / ("." + path.filename().string() + ".tmp");
+  const auto check = [&](bool succeeded, const char* what) {
+    if (succeeded) return;
     const auto reason = std::generic_category().message(errno);
     std::error_code ignored;
-    fs::remove(aside, ignored);
+    fs::remove(temporary, ignored);
     throw InputError(path.string() + ": cannot be " + what + " (" + reason +
-                     "); make room, or check the folder and its permissions" +
-                     (fs::exists(path, ignored) ? ": the previous file is untouched" : ""));
+                     "); check free space, the directory and its permissions" +
+                     (fs::exists(path, ignored) ? ": the previous file is unchanged" : ""));
   };
-  std::ofstream file(aside, std::ios::binary);
+  std::ofstream file(temporary, std::ios::binary);
   check(file.is_open(), "created");
-  if (!write) return static_cast<void>(fs::remove(aside));
+  if (!write) return static_cast<void>(fs::remove(temporary));
   write(file);
   file.close();
   check(file.good(), "written");
-  check(std::rename(aside.c_str(), path.c_str()) == 0, "put in place");
+  check(std::rename(temporary.c_str(), path.c_str()) == 0, "renamed");
 }
 
-/// Parses JSON. \throws InputError that opens with `origin` and says where it is wrong
+/// Parses JSON. \throws InputError that begins with `origin`
 inline json parse_json(std::string_view text, const std::string& origin) {
   try {
     return json::parse(text);
   } catch (const json::exception& error) {
     throw InputError(origin + ": is not valid JSON (" + error.what() +
-                     "); correct it or fetch the file again");
+                     "); correct the file or download it again");
   }
 }
 

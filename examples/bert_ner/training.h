@@ -1,5 +1,5 @@
 /// \file
-/// The training step in mixed precision: the page to copy.
+/// The mixed-precision training step.
 #pragma once
 
 #include <mezzo/autocast/autocast_guard.h>
@@ -21,8 +21,9 @@
 
 namespace bert_ner {
 
-/// Makes AdamW. Weights are decayed, biases and layer norms are not. In 8 bits embeddings keep
-/// float moments: a rare word's would be lost beside a frequent word's.
+/// Creates AdamW, with weight decay for weights but not for biases and layer norms. With 8-bit
+/// moments, embeddings have float32 moments: rows of rare words would underflow in a block with
+/// frequent words.
 inline std::unique_ptr<torch::optim::Optimizer> make_optimizer(
     const BertForTokenClassification& model, const TrainingOptions& options) {
   std::vector<torch::Tensor> decayed, embeddings, others;
@@ -33,11 +34,11 @@ inline std::unique_ptr<torch::optim::Optimizer> make_optimizer(
   const torch::optim::AdamWOptions adamw(options.learning_rate);
   std::vector<torch::optim::OptimizerParamGroup> groups;
   for (const auto* const parameters : {&embeddings, &decayed, &others}) {
-    auto own = std::make_unique<torch::optim::AdamWOptions>(adamw);
-    own->weight_decay(parameters == &others ? 0 : 0.01);
-    groups.emplace_back(*parameters, std::move(own));
+    auto group_options = std::make_unique<torch::optim::AdamWOptions>(adamw);
+    group_options->weight_decay(parameters == &others ? 0 : 0.01);
+    groups.emplace_back(*parameters, std::move(group_options));
   }
-  const auto& precision = precision_of(options.precision);
+  const auto& precision = find_precision(options.precision);
   if (precision.has_8bit_moments) {
     return std::make_unique<mezzo::optim::AdamW8bit>(
         groups, adamw,
@@ -49,32 +50,33 @@ inline std::unique_ptr<torch::optim::Optimizer> make_optimizer(
                                          .seed = options.seed});
 }
 
-/// Returns a rate that rises during the warm-up, and then falls to 0 at the last of `total` steps.
+/// Returns a linear warmup followed by a linear decay to 0 at step `total`.
 inline mezzo::LinearCurve learning_rate_curve(double warmup_part, int64_t total) {
   const int64_t warmup = std::llround(warmup_part * static_cast<double>(total));
   return {.warmup_steps = warmup,
           .total_steps = total,
-          .initial_factor = 1.0 / static_cast<double>(warmup + 1)};  // no step at a rate of 0
+          .initial_factor =
+              1.0 / static_cast<double>(warmup + 1)};  // so that no step has a learning rate of 0
 }
 
 /// The outcome of one step.
 struct StepReport {
   torch::Tensor loss;        ///< on the device, without a gradient
   double learning_rate = 0;  ///< of this step
-  mezzo::StepResult result;  ///< reading it waits for the device
+  mezzo::StepResult result;  ///< reading it synchronizes with the device
 };
 
-/// A model and everything that changes while it is trained.
+/// A model with optimizer, schedule and scaler.
 class Trainer {
  public:
-  /// \param trained_model in bfloat16 where the row stores it so
+  /// \param trained_model in bfloat16 if the precision has 16-bit weights
   /// \param total_steps the length of the schedule
   Trainer(BertForTokenClassification trained_model, const TrainingOptions& options,
           mezzo::AutocastOptions precision, int64_t total_steps)
       : model(std::move(trained_model)),
         optimizer(make_optimizer(model, options)),
         schedule(*optimizer, learning_rate_curve(options.warmup, total_steps)),
-        scaler({.enabled = precision_of(options.precision).scales_loss}),
+        scaler({.enabled = find_precision(options.precision).scales_loss}),
         precision_(std::move(precision)) {}
   Trainer(const Trainer&) = delete;
   Trainer& operator=(const Trainer&) = delete;
@@ -88,17 +90,17 @@ class Trainer {
     }
     scaler.scale(loss).backward();
     const double learning_rate = optimizer->param_groups().front().options().get_lr();
-    // Unscales, clips and steps, unless there is an inf or a NaN.
+    // Unscales, clips and steps; skips the step for inf or NaN.
     auto result = scaler.step(*optimizer, {.max_norm = 1.0});
     scaler.update();
-    schedule.step(result);  // a skipped step spends no learning rate
+    schedule.step(result);  // does not advance after a skipped step
     optimizer->zero_grad();
     ++steps;
     return {loss.detach(), learning_rate, std::move(result)};
   }
 
-  /// Returns the bytes of parameters, gradients and the optimizer's state, for each parameter.
-  double bytes_a_parameter() const {
+  /// Returns the bytes of parameters, gradients and optimizer state per parameter.
+  double bytes_per_parameter() const {
     double bytes = 0, parameters = 0;
     const auto add = [&](const std::vector<torch::Tensor>& tensors) {
       for (const auto& tensor : tensors) {
@@ -110,12 +112,12 @@ class Trainer {
       add({parameter, parameter});  // a gradient has the same dtype
       const auto found = optimizer->state().find(parameter.unsafeGetTensorImpl());
       if (found == optimizer->state().end()) continue;
-      if (auto* own = dynamic_cast<mezzo::optim::AdamWParamState*>(found->second.get())) {
-        add({own->exp_avg(), own->exp_avg_sq(), own->low_bits()});
-      } else if (auto* own8 =
+      if (auto* state = dynamic_cast<mezzo::optim::AdamWParamState*>(found->second.get())) {
+        add({state->exp_avg(), state->exp_avg_sq(), state->low_bits()});
+      } else if (auto* state8 =
                      dynamic_cast<mezzo::optim::AdamW8bitParamState*>(found->second.get())) {
-        add({own8->exp_avg(), own8->exp_avg_sq(), own8->exp_avg_absmax(),
-             own8->exp_avg_sq_absmax()});
+        add({state8->exp_avg(), state8->exp_avg_sq(), state8->exp_avg_absmax(),
+             state8->exp_avg_sq_absmax()});
       }
     }
     return bytes / parameters;
@@ -125,7 +127,7 @@ class Trainer {
   std::unique_ptr<torch::optim::Optimizer> optimizer;  ///< AdamW or AdamW8bit
   mezzo::LinearSchedule schedule;
   mezzo::GradScaler scaler;
-  int64_t steps = 0;  ///< since the start, skipped ones too
+  int64_t steps = 0;  ///< including skipped steps
 
  private:
   mezzo::AutocastOptions precision_;

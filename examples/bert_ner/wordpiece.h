@@ -1,5 +1,5 @@
 /// \file
-/// The tokenizer of BERT.
+/// BERT's WordPiece tokenizer.
 #pragma once
 
 #include <cstdint>
@@ -10,15 +10,15 @@
 
 namespace bert_ner {
 
-/// Cleans, splits and lower-cases a word, then covers it greedily with the longest pieces of the
-/// vocabulary. Gives the ids of Hugging Face's `tokenizers`, but for special tokens that are
-/// spelled out in the text. Immutable after construction: any thread may encode.
+/// Normalizes, splits and lower-cases a word, and splits it greedily into the longest pieces of the
+/// vocabulary. Returns the ids of Hugging Face's `tokenizers`, except for special tokens in the
+/// text. Immutable after construction, so encoding is thread-safe.
 class WordPiece {
  public:
   using Ids = std::vector<std::int64_t>;
 
-  /// Reads vocab.txt and, if there is one, tokenizer_config.json. \throws InputError if the
-  /// vocabulary lacks [UNK], [CLS], [SEP] or [PAD] or has a token twice
+  /// Reads vocab.txt and the optional tokenizer_config.json. \throws InputError if the vocabulary has no
+  /// [UNK], [CLS], [SEP] or [PAD], or duplicates
   explicit WordPiece(const fs::path& folder) {
     const auto path = folder / "vocab.txt";
     for_each_line(path, [&](std::string_view line, const std::string& place) {
@@ -47,20 +47,20 @@ class WordPiece {
     tokenize_chinese_chars_ = flag("tokenize_chinese_chars", true);
   }
 
-  /// Returns the ids of one word of a CoNLL file. A word that normalisation empties (a lone
-  /// zero-width space) is [UNK], so there is at least one id. \throws InputError unless it is UTF-8
+  /// Returns the ids of a word, at least one: a word that is empty after normalization is [UNK].
+  /// \throws InputError for invalid UTF-8
   Ids encode_word(std::string_view word) const {
     Ids ids;
     std::u32string part;
     for (const char32_t c : normalized(word) + U' ') {
-      const bool is_mark = is_punctuation(c);  // which is a word of its own
-      if (!is_mark && c != U' ') {
+      const bool is_separate = is_punctuation(c);  // a separate word
+      if (!is_separate && c != U' ') {
         part += c;
         continue;
       }
       if (!part.empty()) append_pieces(part, ids);
       part.clear();
-      if (is_mark) append_pieces({c}, ids);
+      if (is_separate) append_pieces({c}, ids);
     }
     if (ids.empty()) ids.push_back(unk);
     return ids;
@@ -77,13 +77,13 @@ class WordPiece {
     return category >= first && category <= last;
   }
 
-  /// In ASCII every character that is drawn and neither letter nor digit, "$" and "^" too.
+  /// Includes all ASCII symbols, such as "$" and "^".
   static bool is_punctuation(char32_t c) {
     return (c >= U'!' && c <= U'/') || (c >= U':' && c <= U'@') || (c >= U'[' && c <= U'`') ||
            (c >= U'{' && c <= U'~') || is_in(c, UTF8PROC_CATEGORY_PC, UTF8PROC_CATEGORY_PO);
   }
 
-  /// Extension E begins at U+2B820, but in `tokenizers`, with which models are trained, at U+2B920.
+  /// Extension E begins at U+2B820, but `tokenizers`, with which models were trained, has U+2B920.
   static bool is_ideograph(char32_t c) {
     return (c >= 0x4E00 && c <= 0x9FFF) || (c >= 0x3400 && c <= 0x4DBF) ||
            (c >= 0x20000 && c <= 0x2A6DF) || (c >= 0x2A700 && c <= 0x2B73F) ||
@@ -91,12 +91,12 @@ class WordPiece {
            (c >= 0xF900 && c <= 0xFAFF) || (c >= 0x2F800 && c <= 0x2FA1F);
   }
 
-  /// Strips accents (NFD without its non-spacing marks) and lowers the case, if the options say so;
-  /// drops control characters, makes all white space a space, and parts ideographs.
+  /// Strips accents (NFD without non-spacing marks) and lower-cases, depending on the options;
+  /// removes control characters, replaces white space by spaces, and separates ideographs.
   std::u32string normalized(std::string_view word) const {
     constexpr char32_t kReplacement = 0xFFFD;
-    constexpr std::size_t kLongestDecomposition = 4;  // Unicode's longest canonical one
-    std::vector<utf8proc_int32_t> characters(kLongestDecomposition * word.size() + 1);
+    constexpr std::size_t kMaxDecomposition = 4;  // Unicode's longest canonical one
+    std::vector<utf8proc_int32_t> characters(kMaxDecomposition * word.size() + 1);
     const auto count =
         utf8proc_decompose(reinterpret_cast<const utf8proc_uint8_t*>(word.data()),
                            static_cast<utf8proc_ssize_t>(word.size()), characters.data(),
@@ -116,7 +116,7 @@ class WordPiece {
       } else if (tokenize_chinese_chars_ && is_ideograph(c)) {
         text += {U' ', c, U' '};
       } else if (do_lower_case_ && c == U'\u0130') {
-        text += U"i\u0307";  // the one character whose lower case is two
+        text += U"i\u0307";  // the only character whose lower case has two code points
       } else {
         text += do_lower_case_ ? static_cast<char32_t>(utf8proc_tolower(character)) : c;
       }
@@ -124,10 +124,10 @@ class WordPiece {
     return text;
   }
 
-  /// Covers the word from the left with the longest pieces; if that fails, the word is [UNK].
+  /// Splits the word greedily into the longest pieces; [UNK] if that fails.
   void append_pieces(const std::u32string& word, Ids& ids) const {
     constexpr std::size_t kMaxWordCharacters = 100;  // longer words are [UNK], as in BERT
-    std::vector<std::size_t> ends{0};                // in bytes, of the characters
+    std::vector<std::size_t> ends{0};                // byte offsets of the characters
     std::string utf8;
     for (const char32_t c : word) {
       std::array<utf8proc_uint8_t, 4> bytes{};
@@ -151,10 +151,10 @@ class WordPiece {
     }
   }
 
-  // How the text is normalised; the names are those of a Hugging Face tokenizer_config.json.
+  // Normalization options, named as in tokenizer_config.json.
   bool do_lower_case_ = true;
-  bool strip_accents_ = true;           // as do_lower_case, unless the file says otherwise
-  bool tokenize_chinese_chars_ = true;  // each CJK ideograph is a word of its own
+  bool strip_accents_ = true;           // default: do_lower_case
+  bool tokenize_chinese_chars_ = true;  // CJK ideographs are separate words
   std::unordered_map<std::string, std::int64_t> vocabulary_;
 };
 

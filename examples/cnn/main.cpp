@@ -1,6 +1,6 @@
-// A convolutional network at O2: weights of 16 bits, batch norms and master weights in float32.
-// Half with a dynamic loss scale on CUDA, bfloat16 on the CPU.
-// Exits with 1 if the loss did not fall, or if a layer has another dtype than it should.
+// A convolutional network at O2: 16-bit weights, float32 batch norms and master weights. Uses
+// float16 with a dynamic loss scale on CUDA, and bfloat16 on the CPU. Exits with 1 if the loss does
+// not decrease, or if a layer has the wrong dtype.
 #include <mezzo/mezzo.h>
 #include <mezzo/opt_levels.h>
 
@@ -42,20 +42,20 @@ int main() {
 
   torch::Tensor first_loss, loss;
   for (int step = 0; step < 40; ++step) {
-    // Noise, with stripes whose direction is the class.
+    // Stripes whose direction is the class, with noise.
     const auto target = torch::randint(4, {32}, torch::TensorOptions(torch::kLong).device(device));
-    const auto place = torch::arange(16, device).to(torch::kFloat);
+    const auto position = torch::arange(16, device).to(torch::kFloat);
     const auto angle = target.to(torch::kFloat).view({-1, 1, 1}) * 0.785F;
     auto images =
-        (angle.cos() * place.view({1, 1, -1}) + angle.sin() * place.view({1, -1, 1})).sin();
+        (angle.cos() * position.view({1, 1, -1}) + angle.sin() * position.view({1, -1, 1})).sin();
     images = (images + 0.3 * torch::randn({32, 16, 16}, device)).unsqueeze(1);
 
     optimizer.zero_grad();
     loss = torch::nn::functional::cross_entropy(amp.forward(model, images),
-                                                target);  // float32 comes out
+                                                target);  // the output is float32
     if (step == 0) first_loss = loss.detach();
-    amp.backward(loss, optimizer);           // backward; unscaled gradients in .grad, in float32
-    amp.step(optimizer, {.max_norm = 5.0});  // or skips; then the scale moves
+    amp.backward(loss, optimizer);           // .grad then has unscaled float32 gradients
+    amp.step(optimizer, {.max_norm = 5.0});  // or skips the step, and updates the scale
   }
   const double before = first_loss.item<double>(), after = loss.item<double>();
   std::printf("loss %.3f -> %.3f\n", before, after);

@@ -1,10 +1,10 @@
-// Which precision should this model use? Runs it in float32 and in each candidate, from the same
-// weights and on the same batches, and prints how far gradients and losses are from float32's and
-// what a step costs. Then runs autocast's ops in float32 one at a time, which shows where the error
-// comes from, and writes the op overrides that keeps the proposed setting within the bound.
+// Compares precisions for a model. Trains it in float32 and in several 16-bit configurations, from
+// the same weights and on the same batches, and prints the errors of gradients and losses relative
+// to float32, and the time of a step. Then runs single ops in float32 to find the source of the
+// error, and saves the op overrides of the proposed configuration.
 //
-// To ask of your own model, copy this file and write make_model, make_batches and loss_of.
-// Exits with 1 unless some 16-bit setting is within the bound, and its saved policy reads back.
+// For your model, copy this file and change make_model, make_batches and compute_loss. Exits with 1
+// if no 16-bit configuration is within the bound, or if the saved overrides differ when loaded.
 #include <mezzo/autocast/op_overrides.h>
 #include <mezzo/mezzo.h>
 
@@ -46,7 +46,7 @@ TORCH_MODULE(Tagger);
 
 torch::Device device() { return torch::cuda::is_available() ? torch::kCUDA : torch::kCPU; }
 
-/// Returns a model with the same weights in each call.
+/// Returns a model with the same weights on every call.
 Tagger make_model() {
   torch::manual_seed(0);
   Tagger model;
@@ -64,45 +64,45 @@ std::vector<Batch> make_batches() {
   return batches;
 }
 
-torch::Tensor loss_of(Tagger& model, const Batch& batch) {
+torch::Tensor compute_loss(Tagger& model, const Batch& batch) {
   const torch::Tensor logits = model->forward(batch.tokens);
   return torch::nn::functional::cross_entropy(logits.flatten(0, 1), batch.labels.flatten());
 }
 
-struct Setting {
+struct Config {
   std::string name;
-  std::optional<torch::ScalarType> autocast = {};  // what autocast lowers to; none: off
-  bool casts_weights = false;  // matrices to bfloat16; norms and biases stay float32
+  std::optional<torch::ScalarType> autocast = {};  // autocast's dtype; disabled if none
+  bool casts_weights = false;  // matrices to bfloat16; norms and biases remain float32
   mezzo::optim::WeightStorage storage = mezzo::optim::WeightStorage::plain;
-  mezzo::OpOverrides policy = {};
-  double first_scale() const { return autocast == torch::kHalf ? 65536 : 1; }
+  mezzo::OpOverrides overrides = {};
+  double init_scale() const { return autocast == torch::kHalf ? 65536 : 1; }
 };
 
-Tagger model_in(const Setting& setting) {
+Tagger make_model_for(const Config& config) {
   Tagger model = make_model();
   for (torch::Tensor& parameter : model->parameters()) {
-    if (setting.casts_weights && parameter.dim() >= 2) {
+    if (config.casts_weights && parameter.dim() >= 2) {
       parameter.set_data(parameter.detach().to(torch::kBFloat16));
     }
   }
-  torch::manual_seed(2);  // dropout drops the same values in each setting
+  torch::manual_seed(2);  // the same dropout masks in each configuration
   return model;
 }
 
-torch::Tensor loss_in(const Setting& setting, Tagger& model, const Batch& batch) {
+torch::Tensor forward_loss(const Config& config, Tagger& model, const Batch& batch) {
   return mezzo::autocast({.device_type = device().type(),
-                          .dtype = setting.autocast.value_or(torch::kBFloat16),
-                          .enabled = setting.autocast.has_value(),
-                          .op_overrides = setting.policy},
-                         [&] { return loss_of(model, batch); });
+                          .dtype = config.autocast.value_or(torch::kBFloat16),
+                          .enabled = config.autocast.has_value(),
+                          .op_overrides = config.overrides},
+                         [&] { return compute_loss(model, batch); });
 }
 
-/// All gradients of the batch as one float vector. A scale that overflows is halved, as GradScaler
-/// does.
-torch::Tensor gradient_of(const Setting& setting, const Batch& batch) {
-  for (double scale = setting.first_scale();; scale /= 2) {
-    Tagger model = model_in(setting);
-    (loss_in(setting, model, batch) * scale).backward();
+/// Returns all gradients of a batch as one float32 vector. Halves the loss scale on overflow, like
+/// GradScaler.
+torch::Tensor compute_gradient(const Config& config, const Batch& batch) {
+  for (double scale = config.init_scale();; scale /= 2) {
+    Tagger model = make_model_for(config);
+    (forward_loss(config, model, batch) * scale).backward();
     std::vector<torch::Tensor> gradients;
     for (const torch::Tensor& parameter : model->parameters()) {
       gradients.push_back(parameter.grad().to(torch::kFloat).flatten() / scale);
@@ -112,8 +112,8 @@ torch::Tensor gradient_of(const Setting& setting, const Batch& batch) {
   }
 }
 
-/// |g - g32| / |g32|; infinite where a gradient is.
-double error_of(const torch::Tensor& gradient, const torch::Tensor& exact) {
+/// Returns |g - g32| / |g32|; infinite if g is not finite.
+double relative_error(const torch::Tensor& gradient, const torch::Tensor& exact) {
   const double error = ((gradient - exact).norm() / exact.norm()).item<double>();
   return std::isfinite(error) ? error : kInf;
 }
@@ -124,22 +124,22 @@ struct Row {
   torch::Tensor losses = torch::zeros({0});
 };
 
-/// The first gradient, and a step a batch with AdamW: losses, skipped steps and the median time.
-Row row_of(const Setting& setting, const std::vector<Batch>& batches, const torch::Tensor& exact,
-           const std::optional<torch::Tensor>& float32_losses) {
-  Row row{.gradient_error = error_of(gradient_of(setting, batches.front()), exact)};
-  Tagger model = model_in(setting);
+/// Computes the first gradient, and trains one step per batch with AdamW.
+Row measure(const Config& config, const std::vector<Batch>& batches, const torch::Tensor& exact,
+            const std::optional<torch::Tensor>& float32_losses) {
+  Row row{.gradient_error = relative_error(compute_gradient(config, batches.front()), exact)};
+  Tagger model = make_model_for(config);
   mezzo::optim::AdamW optimizer(model->parameters(), mezzo::optim::AdamWOptions(1e-4),
-                                {.weight_storage = setting.storage});
+                                {.weight_storage = config.storage});
   mezzo::GradScaler scaler(
-      {.init_scale = setting.first_scale(), .enabled = setting.autocast == torch::kHalf});
+      {.init_scale = config.init_scale(), .enabled = config.autocast == torch::kHalf});
   std::vector<double> times;
   for (const Batch& batch : batches) {
     const auto begin = std::chrono::steady_clock::now();
     optimizer.zero_grad();
-    const torch::Tensor loss = loss_in(setting, model, batch);
+    const torch::Tensor loss = forward_loss(config, model, batch);
     scaler.scale(loss).backward();
-    row.skipped += scaler.step(optimizer).applied() ? 0 : 1;  // waits for the device
+    row.skipped += scaler.step(optimizer).applied() ? 0 : 1;  // synchronizes with the device
     scaler.update();
     row.losses = torch::cat({row.losses, loss.detach().cpu().view({1})});
     const std::chrono::duration<double, std::milli> time = std::chrono::steady_clock::now() - begin;
@@ -158,14 +158,14 @@ void print(const std::string& name, const Row& row) {
               row.loss_difference, row.skipped, row.milliseconds);
 }
 
-/// The gradient error that is left when one op alone runs in float32, the least first.
-std::vector<std::pair<double, std::string>> causes(const Setting& setting, const Batch& batch,
-                                                   const torch::Tensor& exact) {
+/// Returns the gradient error with a single op in float32, for each op, in ascending order.
+std::vector<std::pair<double, std::string>> errors_without(const Config& config, const Batch& batch,
+                                                           const torch::Tensor& exact) {
   std::vector<std::pair<double, std::string>> errors;
   for (const char* const op : {"aten::linear", "aten::matmul", "aten::bmm", "aten::addmm"}) {
-    Setting without = setting;
-    without.policy = mezzo::install_op_overrides(mezzo::OpOverrides(setting.policy).deny(op));
-    errors.emplace_back(error_of(gradient_of(without, batch), exact), op);
+    Config denied = config;
+    denied.overrides = mezzo::install_op_overrides(mezzo::OpOverrides(config.overrides).deny(op));
+    errors.emplace_back(relative_error(compute_gradient(denied, batch), exact), op);
   }
   std::sort(errors.begin(), errors.end());
   return errors;
@@ -177,34 +177,35 @@ int main() {
   const std::vector<Batch> batches = make_batches();
   const Batch& first = batches.front();
   using Storage = mezzo::optim::WeightStorage;
-  std::vector<Setting> settings = {
+  std::vector<Config> configs = {
       {"bf16 autocast", torch::kBFloat16},
       {"fp16 autocast", torch::kHalf},
       {"bf16 weights + masters", torch::kBFloat16, true, Storage::fp32_master},
       {"bf16 weights, stochastic", torch::kBFloat16, true, Storage::stochastic_rounding}};
-  const Setting float32{.name = "float32"};
-  const torch::Tensor exact = gradient_of(float32, first);
-  const Row reference = row_of(float32, batches, exact, {});
-  std::printf("%-26s %14s %12s %8s %9s\n", "setting", "gradient error", "loss diff", "skipped",
+  const Config float32{.name = "float32"};
+  const torch::Tensor exact = compute_gradient(float32, first);
+  const Row reference = measure(float32, batches, exact, {});
+  std::printf("%-26s %14s %12s %8s %9s\n", "config", "gradient error", "loss diff", "skipped",
               "ms/step");
   print(float32.name, reference);
 
-  const Setting* proposed = nullptr;
+  const Config* proposed = nullptr;
   double fastest = kInf;
-  for (Setting& setting : settings) {
-    Row row = row_of(setting, batches, exact, reference.losses);
-    print(setting.name, row);
-    if (row.gradient_error > kMaxGradientError) {  // ops in float32, the costliest first
-      for (const auto& [left, op] : causes(setting, first, exact)) {
-        setting.policy = mezzo::install_op_overrides(mezzo::OpOverrides(setting.policy).deny(op));
-        row = row_of(setting, batches, exact, reference.losses);
+  for (Config& config : configs) {
+    Row row = measure(config, batches, exact, reference.losses);
+    print(config.name, row);
+    if (row.gradient_error > kMaxGradientError) {  // runs ops in float32, the most effective first
+      for (const auto& [error, op] : errors_without(config, first, exact)) {
+        config.overrides =
+            mezzo::install_op_overrides(mezzo::OpOverrides(config.overrides).deny(op));
+        row = measure(config, batches, exact, reference.losses);
         if (row.gradient_error <= kMaxGradientError) break;
       }
-      print(setting.name + " + policy", row);
+      print(config.name + " + overrides", row);
     }
     if (row.gradient_error > kMaxGradientError || row.milliseconds > fastest) continue;
     fastest = row.milliseconds;
-    proposed = &setting;
+    proposed = &config;
   }
   if (proposed == nullptr) return 1;
 
@@ -212,10 +213,11 @@ int main() {
       "proposed: %s, the fastest with a gradient error of at most %g; its error with one op "
       "in float32:\n",
       proposed->name.c_str(), kMaxGradientError);
-  for (const auto& [left, op] : causes(*proposed, first, exact)) {
-    std::printf("  %-14s %.3g\n", op.c_str(), left);
+  for (const auto& [error, op] : errors_without(*proposed, first, exact)) {
+    std::printf("  %-14s %.3g\n", op.c_str(), error);
   }
-  std::ofstream("policy.txt") << proposed->policy;
-  return mezzo::OpOverrides::from_file("policy.txt").entries() == proposed->policy.entries() ? 0
-                                                                                             : 1;
+  std::ofstream("overrides.txt") << proposed->overrides;
+  return mezzo::OpOverrides::from_file("overrides.txt").entries() == proposed->overrides.entries()
+             ? 0
+             : 1;
 }

@@ -1,6 +1,6 @@
 // A custom autograd function under autocast, as with custom_fwd and custom_bwd in Python. It always
-// computes in float32, since its sums overflow in half.
-// Exits with 1 if the loss did not fall, or if the function got another dtype.
+// computes in float32, since its sums overflow in float16.
+// Exits with 1 if the loss does not decrease, or if the function is called with another dtype.
 #include <mezzo/autocast/autocast_autograd_function.h>
 #include <mezzo/mezzo.h>
 
@@ -13,7 +13,8 @@ namespace {
 /// x / sqrt(mean(x^2) + eps) over the last dimension: RMS norm without a weight.
 struct RmsNorm : torch::autograd::Function<RmsNorm> {
   static torch::Tensor forward(torch::autograd::AutogradContext* ctx, torch::Tensor x) {
-    TORCH_CHECK(x.scalar_type() == torch::kFloat, "RmsNorm got ", x.scalar_type());
+    TORCH_CHECK(x.scalar_type() == torch::kFloat, "RmsNorm: expected float32, got ",
+                x.scalar_type());
     const auto inverse = (x.square().mean(-1, /*keepdim=*/true) + 1e-6).rsqrt();
     ctx->save_for_backward({x, inverse});
     return x * inverse;
@@ -24,12 +25,12 @@ struct RmsNorm : torch::autograd::Function<RmsNorm> {
     const auto saved = ctx->get_saved_variables();
     const auto& x = saved[0];
     const auto& inverse = saved[1];
-    const auto along = (gradients[0] * x).mean(-1, /*keepdim=*/true);
-    return {inverse * (gradients[0] - x * along * inverse.square())};
+    const auto mean = (gradients[0] * x).mean(-1, /*keepdim=*/true);
+    return {inverse * (gradients[0] - x * mean * inverse.square())};
   }
 };
 
-/// Under autocast its floating arguments become float32, and autocast is off within.
+/// Casts floating-point arguments to float32 under autocast, and disables autocast inside.
 using Float32RmsNorm = mezzo::AutocastAutogradFunction<RmsNorm, torch::kFloat>;
 
 }  // namespace
@@ -40,7 +41,7 @@ int main() {
   torch::nn::Linear first(16, 64), last(64, 4);
   first->to(device);
   last->to(device);
-  const auto teacher = torch::randn({16, 4}, device);  // which class each input belongs to
+  const auto teacher = torch::randn({16, 4}, device);  // defines the classes
 
   auto parameters = first->parameters();
   for (const auto& parameter : last->parameters()) parameters.push_back(parameter);
@@ -54,7 +55,7 @@ int main() {
     const auto target = input.mm(teacher).argmax(1);
     optimizer.zero_grad();
     loss = mezzo::autocast(precision, [&] {
-      const auto hidden = Float32RmsNorm::apply(first(input));  // first(input) has 16 bits
+      const auto hidden = Float32RmsNorm::apply(first(input));  // first(input) is 16-bit
       return torch::nn::functional::cross_entropy(last(hidden.relu()), target);
     });
     if (step == 0) first_loss = loss.detach();

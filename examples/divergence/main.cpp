@@ -1,6 +1,7 @@
-// A learning rate that is too high, in half: activations overflow, nearly every step is skipped,
-// and the loss scale keeps falling. Prints mezzo's diagnosis, and stops the run. Exits with 1 if
-// the run was not stopped.
+// A learning rate that is too high, in float16: activations overflow, nearly every step is skipped,
+// and the loss scale decreases. Prints mezzo's findings, and stops the run. Exits with 1 if the run
+// is not stopped.
+#include <mezzo/diagnostics/divergence_monitor.h>
 #include <mezzo/diagnostics/metrics_logger.h>
 #include <mezzo/diagnostics/overflow_report.h>
 #include <mezzo/mezzo.h>
@@ -12,7 +13,7 @@
 
 int main() {
   torch::manual_seed(0);
-  std::setbuf(stdout, nullptr);  // keeps lines of stdout and stderr in order
+  std::setbuf(stdout, nullptr);  // orders stdout and stderr
   const torch::Device device = torch::cuda::is_available() ? torch::kCUDA : torch::kCPU;
   torch::nn::Sequential model(torch::nn::Linear(16, 64), torch::nn::ReLU(),
                               torch::nn::Linear(64, 64), torch::nn::ReLU(),
@@ -23,7 +24,7 @@ int main() {
 
   mezzo::optim::SGD optimizer(model->parameters(), mezzo::optim::SGDOptions(30.0));
   mezzo::GradScaler scaler;
-  scaler.on_skip(mezzo::OverflowReport(*model));  // which gradients were inf or NaN
+  scaler.on_skip(mezzo::OverflowReport(*model));  // prints the gradients that are inf or NaN
   mezzo::MetricsLogger logger;
   logger.add_callback(  // is the run lost, and why?
       mezzo::DivergenceMonitor(*model, {.action = mezzo::DivergenceAction::report_and_throw}));

@@ -1,5 +1,5 @@
-// Averaged weights: kept beside an optimizer, and put into the model for an evaluation.
-// Exits with 1 if the error of the averages is above 0.7 of that of the noisy weights.
+// An exponential moving average (EMA) of the weights, used for evaluation.
+// Exits with 1 if the error of the averages exceeds 0.7 of the error of the weights.
 #include <mezzo/mezzo.h>
 
 #include <torch/torch.h>
@@ -8,10 +8,10 @@
 
 namespace {
 
-constexpr double kMostOfTheError = 0.7;  // measured: 0.46 for both optimizers
+constexpr double kMaxErrorRatio = 0.7;  // measured: 0.46 for both optimizers
 const auto kPrecision = mezzo::AutocastOptions{.device_type = torch::kCPU};
 
-/// Mean square error on data without noise.
+/// Returns the mean squared error on data without noise.
 double evaluate(torch::nn::Linear& model, const torch::Tensor& teacher) {
   const torch::NoGradGuard no_grad;
   const auto input = torch::randn({1000, 16});
@@ -19,7 +19,8 @@ double evaluate(torch::nn::Linear& model, const torch::Tensor& teacher) {
   return (output - input.mm(teacher)).square().mean().item<double>();
 }
 
-/// Trains with a rate that is too high to settle. Returns whether the averages are enough better.
+/// Trains with a learning rate that is too high to converge. Returns whether the averages are
+/// better.
 template <class Optimizer>
 bool train(const char* name, const torch::Tensor& teacher) {
   torch::nn::Linear model(16, 4);
@@ -33,15 +34,15 @@ bool train(const char* name, const torch::Tensor& teacher) {
     const auto loss =
         mezzo::autocast(kPrecision, [&] { return torch::mse_loss(model(input), target); });
     scaler.scale(loss).backward();
-    ema.update(scaler.step(optimizer));  // a skipped step moves no average
+    ema.update(scaler.step(optimizer));  // does not update after a skipped step
     scaler.update();
   }
   const double last = evaluate(model, teacher);
-  const mezzo::EmaGuard averaged(ema);  // until the scope ends
+  const mezzo::EmaGuard averaged(ema);  // uses the averages until the end of the scope
   const double average = evaluate(model, teacher);
-  std::printf("%-18s error %.4f, of the average %.4f: %.2f of it, at most %.2f\n", name, last,
-              average, average / last, kMostOfTheError);
-  return average < kMostOfTheError * last;
+  std::printf("%-18s error %.4f, with averages %.4f: ratio %.2f, at most %.2f\n", name, last,
+              average, average / last, kMaxErrorRatio);
+  return average < kMaxErrorRatio * last;
 }
 
 }  // namespace

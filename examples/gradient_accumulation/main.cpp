@@ -1,6 +1,6 @@
-// Gradient accumulation under a loss scale: several micro-batches make one batch, and only a whole
-// batch is unscaled, clipped and stepped, so that all its gradients carry the same scale. On CUDA
-// it computes in half, on the CPU in bfloat16. Exits with 1 if the loss did not fall.
+// Gradient accumulation with a loss scale: gradients of several micro-batches are unscaled, clipped
+// and applied together, so that all of them have the same scale. Uses float16 on CUDA and bfloat16
+// on the CPU. Exits with 1 if the loss does not decrease.
 #include <mezzo/mezzo.h>
 
 #include <torch/torch.h>
@@ -14,12 +14,12 @@ int main() {
   torch::nn::Sequential model(torch::nn::Linear(16, 64), torch::nn::GELU(),
                               torch::nn::Linear(64, 4));
   model->to(device);
-  const torch::Tensor teacher = torch::randn({16, 4}, device);  // which class each input belongs to
+  const torch::Tensor teacher = torch::randn({16, 4}, device);  // defines the classes
 
   mezzo::GradScaler scaler;
   torch::optim::AdamW optimizer(model->parameters(), 1e-2);
 
-  torch::Tensor first_loss, batch_loss;  // on the device: item() would wait for it
+  torch::Tensor first_loss, batch_loss;  // on the device, without synchronization
   for (int step = 0; step < 60; ++step) {
     optimizer.zero_grad();
     batch_loss = torch::zeros({}, device);
@@ -30,7 +30,7 @@ int main() {
       {
         mezzo::AutocastGuard autocast({.device_type = device.type()});
         loss = torch::nn::functional::cross_entropy(model->forward(input), target);
-        loss = loss / kMicroBatches;  // the batch's loss is the mean of its parts
+        loss = loss / kMicroBatches;  // the batch's loss is the mean over its micro-batches
       }
       scaler.scale(loss).backward();
       batch_loss += loss.detach();

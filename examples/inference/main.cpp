@@ -1,6 +1,5 @@
-// Inference: a model in bfloat16 under autocast, called by several threads. Its weights are stored
-// in the dtype in which they are multiplied, so that no call casts them. Exits with 1 if an output
-// is far from float32's.
+// Inference with a bfloat16 model under autocast, from several threads. The weights are stored in
+// bfloat16, so that no call casts them. Exits with 1 if an output differs much from float32.
 #include <mezzo/autocast/autocast_module.h>
 #include <mezzo/mezzo.h>
 
@@ -29,11 +28,11 @@ int main() {
   model->eval();
   for (auto& parameter : model->parameters()) parameter.requires_grad_(false);
   const auto input = torch::randn({32, 64});
-  const auto exact = model(input);
-  model->to(torch::kBFloat16);  // after this no call casts a weight
+  const auto expected = model(input);
+  model->to(torch::kBFloat16);  // so that autocast does not cast weights
 
-  // The module enters its region in every thread that calls it; a guard works in its own thread
-  // only. The region casts the float input, and runs ops that need the range in float32.
+  // AutocastModule enables autocast in every calling thread; a guard is thread-local. Autocast
+  // casts the float32 input, and runs ops that need float32's range in float32.
   mezzo::AutocastModule net(model, {.device_type = torch::kCPU, .output_dtype = torch::kFloat});
   std::vector<double> errors(4);
   std::vector<std::thread> workers;
@@ -41,7 +40,7 @@ int main() {
     workers.emplace_back([&] {
       const torch::NoGradGuard no_grad;  // thread-local too
       for (int request = 0; request < 50; ++request) {
-        error = (net(input) - exact).abs().max().item<double>();
+        error = (net(input) - expected).abs().max().item<double>();
       }
     });
   }

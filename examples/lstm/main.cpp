@@ -1,6 +1,6 @@
-// An LSTM under autocast. On a CPU without half instructions oneDNN refuses the layer in half, in
-// Python too. A policy that denies it runs the layer in float32, and all other ops in 16 bits.
-// Exits with 1 if the loss did not fall.
+// An LSTM under autocast. On a CPU without float16 instructions, oneDNN throws for an LSTM in float16,
+// in Python too. An override runs the layer in float32, and all other ops in 16 bits.
+// Exits with 1 if the loss does not decrease.
 #include <mezzo/autocast/op_overrides.h>
 #include <mezzo/mezzo.h>
 
@@ -27,7 +27,7 @@ TORCH_MODULE(Net);
 int main() {
   torch::manual_seed(0);
   const torch::Device device = torch::cuda::is_available() ? torch::kCUDA : torch::kCPU;
-  // Once, before other threads run ops. CUDA's LSTM is another op, which the policy leaves alone.
+  // Once, before other threads run ops. CUDA's LSTM is another op, which is not affected.
   const auto overrides =
       mezzo::install_op_overrides(mezzo::OpOverrides().deny("aten::mkldnn_rnn_layer"));
   const mezzo::AutocastOptions precision{.device_type = device.type(), .op_overrides = overrides};
@@ -40,7 +40,8 @@ int main() {
   torch::Tensor first_loss, loss;
   for (int step = 0; step < 120; ++step) {
     const auto input = torch::randn({64, 10, 4}, device);
-    const auto target = input.select(2, 0).sum(1).gt(0).to(torch::kLong);  // is the sum positive?
+    const auto target =
+        input.select(2, 0).sum(1).gt(0).to(torch::kLong);  // whether the sum is positive
     optimizer.zero_grad();
     loss = mezzo::autocast(
         precision, [&] { return torch::nn::functional::cross_entropy(model(input), target); });

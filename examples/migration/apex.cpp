@@ -1,6 +1,5 @@
-// Apex's three lines: initialize, scale_loss, and a step; here at O2, a model of 16 bits (bfloat16,
-// which needs no loss scale) with float32 batch norms and float32 master weights.
-// Exits with 1 if the loss did not fall.
+// Apex: initialize, scale_loss and step; here at O2 in bfloat16, which needs no loss scale, with
+// float32 batch norms and master weights. Exits with 1 if the loss does not decrease.
 #include <mezzo/mezzo.h>
 #include <mezzo/opt_levels.h>
 
@@ -14,12 +13,12 @@ int main() {
   torch::nn::Sequential model(torch::nn::Linear(16, 64), torch::nn::GELU(),
                               torch::nn::Linear(64, 4));
   model->to(device);
-  const torch::Tensor teacher = torch::randn({16, 4}, device);  // which class each input belongs to
+  const torch::Tensor teacher = torch::randn({16, 4}, device);  // defines the classes
 
   torch::optim::AdamW optimizer(model->parameters(), 1e-2);
-  auto amp = mezzo::initialize(model, optimizer, mezzo::OptLevel::O2_bf16());  // O2() for half
+  auto amp = mezzo::initialize(model, optimizer, mezzo::OptLevel::O2_bf16());  // O2() for float16
 
-  torch::Tensor first_loss, loss;  // on the device: item() would wait for it
+  torch::Tensor first_loss, loss;  // on the device, without synchronization
   for (int step = 0; step < 60; ++step) {
     const torch::Tensor input = torch::randn({64, 16}, device);
     const torch::Tensor target = input.mm(teacher).argmax(1);

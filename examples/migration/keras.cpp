@@ -1,5 +1,5 @@
-// Keras's way: the optimizer is wrapped, and its step unscales, checks, and moves the scale.
-// Exits with 1 if the loss did not fall.
+// Keras: LossScaleOptimizer wraps an optimizer; its step unscales, checks and updates the scale.
+// Exits with 1 if the loss does not decrease.
 #include <mezzo/mezzo.h>
 
 #include <torch/torch.h>
@@ -12,12 +12,12 @@ int main() {
   torch::nn::Sequential model(torch::nn::Linear(16, 64), torch::nn::GELU(),
                               torch::nn::Linear(64, 4));
   model->to(device);
-  const torch::Tensor teacher = torch::randn({16, 4}, device);  // which class each input belongs to
+  const torch::Tensor teacher = torch::randn({16, 4}, device);  // defines the classes
 
   torch::optim::AdamW adamw(model->parameters(), 1e-2);
   mezzo::LossScaleOptimizer optimizer(adamw);
 
-  torch::Tensor first_loss, loss;  // on the device: item() would wait for it
+  torch::Tensor first_loss, loss;  // on the device, without synchronization
   for (int step = 0; step < 60; ++step) {
     const torch::Tensor input = torch::randn({64, 16}, device);
     const torch::Tensor target = input.mm(teacher).argmax(1);

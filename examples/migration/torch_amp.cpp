@@ -1,5 +1,5 @@
-// torch.amp's loop, call for call: autocast around the forward pass, and a GradScaler.
-// Exits with 1 if the loss did not fall.
+// torch.amp: autocast for the forward pass, and a GradScaler. Exits with 1 if the loss does not
+// decrease.
 #include <mezzo/mezzo.h>
 
 #include <torch/torch.h>
@@ -12,12 +12,12 @@ int main() {
   torch::nn::Sequential model(torch::nn::Linear(16, 64), torch::nn::GELU(),
                               torch::nn::Linear(64, 4));
   model->to(device);
-  const torch::Tensor teacher = torch::randn({16, 4}, device);  // which class each input belongs to
+  const torch::Tensor teacher = torch::randn({16, 4}, device);  // defines the classes
 
   torch::optim::AdamW optimizer(model->parameters(), 1e-2);
   mezzo::GradScaler scaler;  // scaler = torch.amp.GradScaler()
 
-  torch::Tensor first_loss, loss;  // on the device: item() would wait for it
+  torch::Tensor first_loss, loss;  // on the device, without synchronization
   for (int step = 0; step < 60; ++step) {
     const torch::Tensor input = torch::randn({64, 16}, device);
     const torch::Tensor target = input.mm(teacher).argmax(1);
@@ -29,7 +29,7 @@ int main() {
       loss = torch::nn::functional::cross_entropy(model->forward(input), target);
     }
     scaler.scale(loss).backward();
-    scaler.unscale_(optimizer);  // optional: to clip true gradients
+    scaler.unscale_(optimizer);  // optional: for clipping
     torch::nn::utils::clip_grad_norm_(model->parameters(), 1.0);
     scaler.step(optimizer);
     scaler.update();

@@ -1,7 +1,7 @@
-// Two losses of very different size, each with its own scale, and one optimizer. One head sorts
-// inputs into classes. The other predicts values of some hundreds, whose squared error overflows
-// half at the scale that the first loss needs. Exits with 1 if a loss did not fall to half, or
-// if the scales of the two losses are the same.
+// Two losses of very different magnitude, each with its own loss scale, and one optimizer. One head
+// classifies. The other predicts values of several hundred, whose squared error overflows float16
+// at the scale that the first loss needs. Exits with 1 if a loss does not decrease to half, or if
+// the scales of the two losses are equal.
 #include <mezzo/mezzo.h>
 #include <mezzo/opt_levels.h>
 
@@ -34,8 +34,7 @@ int main() {
   Net model;
   model->to(device);
   mezzo::optim::AdamW optimizer(model->parameters(), mezzo::optim::AdamWOptions(1e-2));
-  // O1 computes in half, which a CPU may have to emulate: in a model of this size it takes a
-  // second.
+  // O1 uses float16, which a CPU may have to emulate: this small model takes a second.
   auto amp =
       mezzo::initialize(model, optimizer, mezzo::OptLevel::O1(), {.num_losses = 2, .verbosity = 0});
 
@@ -50,10 +49,11 @@ int main() {
     const auto value_loss =
         torch::mse_loss(value.to(torch::kFloat), 50 * scores.sum(1, /*keepdim=*/true));
     amp.scale_loss(class_loss, optimizer, {.loss_id = 0}, [](const torch::Tensor& scaled) {
-      scaled.backward({}, /*retain_graph=*/true);  // the second loss needs the graph, too
+      scaled.backward({}, /*retain_graph=*/true);  // the second loss uses the graph too
     });
     amp.backward(value_loss, optimizer, {.loss_id = 1});
-    amp.step(optimizer);  // skipped if a gradient of either is inf or NaN; only its scale falls
+    amp.step(
+        optimizer);  // skipped if a gradient is inf or NaN; reduces the scale of that loss only
     last[0] = class_loss.item<double>();
     last[1] = value_loss.item<double>();
     if (step == 0) std::copy(last, last + 2, first);

@@ -1,5 +1,5 @@
 // Muon for the matrices of hidden layers, AdamW for the rest: two optimizers and one scaler.
-// Exits with 1 if the loss did not fall to a tenth.
+// Exits with 1 if the loss does not decrease to a tenth.
 #include <mezzo/mezzo.h>
 #include <mezzo/optim/muon.h>
 
@@ -19,7 +19,7 @@ int main() {
   for (const auto& parameter : hidden->parameters()) {
     (parameter.dim() == 2 ? matrices : others).push_back(parameter);
   }
-  // With this adjustment a rate and a weight decay that suit AdamW suit Muon.
+  // With this adjustment, learning rates and weight decays of AdamW work for Muon.
   mezzo::optim::Muon muon(matrices,
                           mezzo::optim::MuonOptions(1e-2).adjust_lr_fn("match_rms_adamw"));
   mezzo::optim::AdamW adamw(others, 3e-3);
@@ -34,13 +34,13 @@ int main() {
     const auto target = input.mm(teacher).tanh();
     muon.zero_grad();
     adamw.zero_grad();
-    const auto of_batch = mezzo::autocast(
+    const auto batch_loss = mezzo::autocast(
         precision, [&] { return torch::mse_loss(last(hidden->forward(input)), target); });
-    scaler.scale(of_batch).backward();
+    scaler.scale(batch_loss).backward();
     scaler.step(muon, {.max_norm = 1.0});  // each optimizer checks and clips its own gradients
     scaler.step(adamw, {.max_norm = 1.0});
     scaler.update();
-    loss = of_batch.item<double>();
+    loss = batch_loss.item<double>();
     if (i == 0) first = loss;
     if (i % 50 == 49) std::printf("step %3d  loss %.4f\n", i + 1, loss);
   }

@@ -1,9 +1,8 @@
-// Training that began in Python goes on in C++, and back. Takes a file of Python's
+// Continues training in C++ from Python, and back. Reads a file that Python wrote with
 //
 //     torch.save({"adamw_model": model.state_dict(), "adamw_optimizer": optimizer.state_dict()}, path)
 //
-// of the model below, and writes one that Python reads the same way. Exits with 1 if the loss does
-// not fall.
+// for the model below, and writes one for torch.load. Exits with 1 if the loss does not decrease.
 #include <mezzo/checkpoint.h>
 #include <mezzo/mezzo.h>
 
@@ -30,10 +29,10 @@ int main(int count, char** arguments) try {
   double before = 0, loss = 0;
   for (int step = 0; step < 10; ++step) {
     optimizer.zero_grad();
-    const auto of_step = model->forward(input).square().sum();
-    of_step.backward();
+    const auto step_loss = model->forward(input).square().sum();
+    step_loss.backward();
     optimizer.step();
-    loss = of_step.item<double>();
+    loss = step_loss.item<double>();
     if (step == 0) before = loss;
   }
   std::printf("%lld steps, lr %g and %g, loss %.4f to %.4f\n",

@@ -14,7 +14,8 @@ int main() {
   torch::nn::CrossEntropyLoss criterion;
   const auto teacher = torch::randn({16, 4}, device);
 
-  const auto precision = mezzo::recommended_autocast(device);  // half, bfloat16 or float32, and why
+  const auto precision =
+      mezzo::recommended_autocast(device);  // float16, bfloat16 or float32, with a reason
   std::printf("%s\n", precision.reason.c_str());
   mezzo::GradScaler scaler;                                  // 2^16, x2, x0.5, every 2000 steps
   mezzo::optim::AdamW optimizer(model->parameters(), 1e-2);  // or any optimizer of torch::optim
@@ -29,7 +30,7 @@ int main() {
     scaler.scale(loss).backward();
     const auto result = scaler.step(optimizer, {.max_norm = 1.0});  // unscales, clips, updates
     scaler.update();
-    schedule.step(result);  // moves only if the step ran
+    schedule.step(result);  // advances only if the step was applied
     if (step % 20 == 19) std::printf("step %3d  loss %.3f\n", step + 1, loss.item<double>());
   }
 }

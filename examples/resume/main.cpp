@@ -1,6 +1,6 @@
-// Interrupts a run, and resumes it from its newest checkpoint. It ends with the bits of an
-// uninterrupted run, since the checkpoint has weights, moments, loss scale, schedule and dropout's
-// random numbers. Exits with 1 if the bits differ.
+// Interrupts a run, and resumes it from its latest checkpoint. The result is bitwise identical to
+// an uninterrupted run, since the checkpoint has weights, optimizer state, loss scale, schedule and
+// RNG state. Exits with 1 if the weights differ.
 #include <mezzo/checkpoint.h>
 #include <mezzo/mezzo.h>
 
@@ -16,9 +16,9 @@ namespace {
 
 constexpr int64_t kSteps = 40;
 
-/// Trains from the newest checkpoint in `folder`, or from the start, and stops at `last_step`, as
-/// if the machine went down. Returns the weights.
-std::vector<torch::Tensor> train(const std::filesystem::path& folder, int64_t last_step) {
+/// Trains from the latest checkpoint in `directory`, or from the start, until `last_step`. Returns
+/// the weights.
+std::vector<torch::Tensor> train(const std::filesystem::path& directory, int64_t last_step) {
   torch::manual_seed(0);
   torch::nn::Sequential model(torch::nn::Linear(16, 64), torch::nn::GELU(), torch::nn::Dropout(0.1),
                               torch::nn::Linear(64, 4));
@@ -28,10 +28,10 @@ std::vector<torch::Tensor> train(const std::filesystem::path& folder, int64_t la
   mezzo::GradScaler scaler;
 
   int64_t step = 0;
-  mezzo::TrainingState state;  // the objects of the run; an optimizer before its schedule
+  mezzo::TrainingState state;  // an optimizer must be added before its schedule
   state.add("model", model).add("optimizer", optimizer).add("schedule", schedule);
   state.add("scaler", scaler).add("step", step).add_rng_state();
-  mezzo::CheckpointManager checkpoints(folder, {.max_to_keep = 2});
+  mezzo::CheckpointManager checkpoints(directory, {.max_to_keep = 2});
   if (const auto resumed = checkpoints.load_latest(state)) {
     std::printf("resumed at step %lld from %s\n", static_cast<long long>(resumed->step),
                 resumed->path.filename().c_str());
@@ -48,7 +48,8 @@ std::vector<torch::Tensor> train(const std::filesystem::path& folder, int64_t la
     schedule.step(scaler.step(optimizer, {.max_norm = 1.0}));
     scaler.update();
     ++step;
-    if (step % 10 == 0) checkpoints.save(state, step);  // after update: an iteration's end
+    if (step % 10 == 0)
+      checkpoints.save(state, step);  // at the end of an iteration, after update()
   }
   return model->parameters();
 }
@@ -56,17 +57,17 @@ std::vector<torch::Tensor> train(const std::filesystem::path& folder, int64_t la
 }  // namespace
 
 int main() {
-  const auto folder = std::filesystem::temp_directory_path() /
-                      ("mezzo_resume_" + std::to_string(std::random_device()()));
-  const auto undisturbed = train(folder / "a", kSteps);
-  train(folder / "b", 25);  // goes down; the newest checkpoint is of step 20
-  const auto resumed = train(folder / "b", kSteps);
-  std::filesystem::remove_all(folder);
+  const auto directory = std::filesystem::temp_directory_path() /
+                         ("mezzo_resume_" + std::to_string(std::random_device()()));
+  const auto uninterrupted = train(directory / "a", kSteps);
+  train(directory / "b", 25);  // interrupted; the latest checkpoint is of step 20
+  const auto resumed = train(directory / "b", kSteps);
+  std::filesystem::remove_all(directory);
 
-  bool is_same = true;
+  bool is_equal = true;
   for (std::size_t i = 0; i < resumed.size(); ++i) {
-    is_same = is_same && torch::equal(resumed[i], undisturbed[i]);
+    is_equal = is_equal && torch::equal(resumed[i], uninterrupted[i]);
   }
-  std::printf("%s\n", is_same ? "the same bits" : "other bits");
-  return is_same ? 0 : 1;
+  std::printf("%s\n", is_equal ? "bitwise identical" : "different weights");
+  return is_equal ? 0 : 1;
 }

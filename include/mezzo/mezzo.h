@@ -26,10 +26,12 @@
 #include <mezzo/base/weight_storage.h>                  // IWYU pragma: export
 #include <mezzo/optim/adamw.h>                          // IWYU pragma: export
 #include <mezzo/optim/ema.h>                            // IWYU pragma: export
+#include <mezzo/optim/ema_guard.h>                      // IWYU pragma: export
 #include <mezzo/optim/lamb.h>                           // IWYU pragma: export
 #include <mezzo/optim/lion.h>                           // IWYU pragma: export
 #include <mezzo/optim/lr_schedule.h>                    // IWYU pragma: export
 #include <mezzo/optim/master_weights.h>                 // IWYU pragma: export
+#include <mezzo/optim/mixed_precision_optimizer.h>      // IWYU pragma: export
 #include <mezzo/optim/optimizer_ref.h>                  // IWYU pragma: export
 #include <mezzo/optim/sgd.h>                            // IWYU pragma: export
 #include <mezzo/optim/step_result.h>                    // IWYU pragma: export

@@ -41,7 +41,7 @@ TEST(CpuFeatures, MatchProcCpuinfo) {
 TEST(RecommendedAutocast, ReturnsBFloat16ForNativeCpu) {
   const AutocastOptions zen = recommend_cpu({.known = true, .bf16 = true});
   EXPECT_TRUE(zen.enabled);
-  EXPECT_EQ(zen.device, torch::kCPU);
+  EXPECT_EQ(zen.device_type, torch::kCPU);
   EXPECT_EQ(zen.dtype, torch::kBFloat16);
   EXPECT_EQ(zen.reason, "bfloat16: this CPU has avx512_bf16");
 }

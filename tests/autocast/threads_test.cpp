@@ -15,6 +15,7 @@
 namespace {
 
 using mezzo::AutocastState;
+using mezzo::AutocastStateGuard;
 using torch::Tensor;
 
 void set_every_device_type_by_hand() {

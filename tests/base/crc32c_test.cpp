@@ -9,8 +9,8 @@
 
 namespace {
 
-/// Of the examples in RFC 3720, B.4, and the catalogue's check value.
-TEST(Crc32c, HasTheStandardsValues) {
+/// The examples of RFC 3720, B.4, and the check value of the CRC catalogue.
+TEST(Crc32c, MatchesStandardVectors) {
   using mezzo::detail::crc32c;
   EXPECT_EQ(crc32c("", 0), 0U);
   EXPECT_EQ(crc32c("123456789", 9), 0xE3069283U);
@@ -19,7 +19,7 @@ TEST(Crc32c, HasTheStandardsValues) {
   EXPECT_EQ(mezzo::detail::crc32c_hex("123456789", 9), "e3069283");
 }
 
-TEST(Crc32c, OfPiecesIsThatOfTheWhole) {
+TEST(Crc32c, ConcatenationMatchesWhole) {
   std::string text;
   for (int i = 0; i < 100; ++i) text += static_cast<char>(i * 37);
   for (std::size_t size = 0; size <= text.size(); ++size) {

@@ -1,7 +1,6 @@
-// Compiled with -ffast-math, under which `x != x` and std::isfinite(x) are constants (with Clang as
-// far as mezzo lets it). The kernels
-// come in an inline namespace of their own, or the linker might pick another unit's copy of them;
-// mezzo::compiled has none of that name.
+// Compiled with -ffast-math, which folds `x != x` and std::isfinite(x) to constants (on Clang with
+// -fno-finite-math-only). A different inline namespace keeps the linker from choosing the kernels
+// of another translation unit.
 
 #undef MEZZO_COMPILED_LIB
 #include <mezzo/base/version.h>
@@ -12,6 +11,7 @@
 #include <mezzo/base/grad_scaler_options.h>
 #include <mezzo/kernels/compute_grad_stats.h>
 #include <mezzo/kernels/simd.h>
+#include <mezzo/kernels/unscale.h>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -29,7 +29,7 @@ namespace {
 using mezzo::fast_math::GradScalerOptions;
 using mezzo::fast_math::detail::CpuIsa;
 
-// By their bits: the compiler may take an infinity that it sees for something else.
+// From bits: the compiler may assume that a literal infinity does not occur.
 constexpr std::array<uint32_t, 3> kNonfinite{0x7F800000U, 0xFF800000U, 0x7FC00000U};
 
 class FastMath : public testing::TestWithParam<CpuIsa> {
@@ -39,7 +39,7 @@ class FastMath : public testing::TestWithParam<CpuIsa> {
   }
 };
 
-TEST_P(FastMath, FindsInfAndNanAllTheSame) {
+TEST_P(FastMath, FindsInfAndNan) {
   const auto unscale = mezzo::fast_math::detail::get_unscale_kernel<float>(GetParam());
   const auto summarize = mezzo::fast_math::detail::get_grad_stats_kernel<float>(GetParam());
   const auto found_inf = [&](const void* values) {
@@ -59,7 +59,7 @@ TEST_P(FastMath, FindsInfAndNanAllTheSame) {
   }
 }
 
-TEST_P(FastMath, RoundsHalfAndBfloat16AllTheSame) {
+TEST_P(FastMath, RoundsFp16AndBf16) {
   std::array<uint16_t, 5> half{0x3C00, 0x7BFF, 0x0001, 0x8003,
                                0x7C00};  // 1, 65504, two subnormals, inf
   mezzo::fast_math::detail::get_unscale_kernel<c10::Half>(GetParam())(half.data(), half.data(), 5,
@@ -77,7 +77,7 @@ INSTANTIATE_TEST_SUITE_P(AllInstructionSets, FastMath,
 
 TEST(FastMathFma, RoundsOnce) {
 #ifdef __clang__
-  GTEST_SKIP() << "Clang makes two roundings of its own fma, which are bits and not promised";
+  GTEST_SKIP() << "Clang rounds its fma twice under -ffast-math";
 #endif
   volatile float a = 0x1.000126p+0F, b = 0x1.fffdb4p-1F, c = -0x1.000002p+24F;
   const float left = a, right = b;
@@ -86,7 +86,7 @@ TEST(FastMathFma, RoundsOnce) {
   EXPECT_EQ(sum, -0x1.000002p+24F);
 }
 
-TEST(FastMathFma, KeepsInfinity) {
+TEST(FastMathFma, PreservesInfinity) {
   volatile float a = 2.0F, b = 3.0F;
   volatile uint32_t infinity = kNonfinite[1];
   const auto c = std::bit_cast<float>(uint32_t{infinity});
@@ -96,7 +96,7 @@ TEST(FastMathFma, KeepsInfinity) {
   EXPECT_EQ(std::bit_cast<uint32_t>(sum), kNonfinite[1]);
 }
 
-TEST(FastMathOptions, NanIsOutOfEveryRange) {
+TEST(FastMathOptions, ThrowsForNan) {
   const auto check = [](double option) {
     TORCH_CHECK(mezzo::fast_math::detail::is_at_least(option, 0), "below");
     TORCH_CHECK(mezzo::fast_math::detail::is_above(option, -1), "not above");
@@ -107,12 +107,12 @@ TEST(FastMathOptions, NanIsOutOfEveryRange) {
   EXPECT_NO_THROW(check(0.0));
 }
 
-TEST(FastMathLossScale, TakesNoGrowthToInfinity) {
+TEST(FastMathGradScalerOptions, GrowthStaysFinite) {
   const auto options = GradScalerOptions::dynamic({.init_scale = 3e38, .growth_interval = 1});
   EXPECT_EQ(options.next(options.initial_state(), false).scale, 3e38F);
 }
 
-TEST(FastMathLossScale, RefusesNanAndInfinity) {
+TEST(FastMathGradScalerOptions, ThrowsForNanAndInf) {
   const auto infinity = std::bit_cast<double>(uint64_t{0x7FF0000000000000U});
   const auto nan = std::bit_cast<double>(uint64_t{0x7FF8000000000000U});
   for (const double bad : {infinity, nan}) {

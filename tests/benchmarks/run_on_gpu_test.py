@@ -1,5 +1,6 @@
-"""./bootstrap gpu, gpu-pack and benchmarks/run_on_gpu.py without a GPU: a walk over a pretended card."""
+"""Tests of ./bootstrap gpu, ./bootstrap gpu-pack and benchmarks/run_on_gpu.py on a fake machine with a GPU."""
 
+import fnmatch
 import json
 import pathlib
 import re
@@ -14,7 +15,7 @@ import unittest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 NVIDIA_SMI = """case $1 in
-  -L) for i in $(seq 1000); do echo "GPU $i: NVIDIA H100 80GB HBM3 (UUID: GPU-0)"; done ;;  # more than a pipe holds
+  -L) for i in $(seq 1000); do echo "GPU $i: NVIDIA H100 80GB HBM3 (UUID: GPU-0)"; done ;;  # more than a pipe buffers
   *) echo "NVIDIA H100 80GB HBM3, ${DRIVER:-580.65.06}, 9.0" ;;
 esac
 """
@@ -36,14 +37,14 @@ if [ $tool = racecheck ]; then
 else
   echo "========= ERROR SUMMARY: 0 errors"
 fi
-[ -z "${TEST_FAILS:-}" ] || exit 1  # as the program under it
+[ -z "${TEST_FAILS:-}" ] || exit 1  # with the status of the program
 """
 BERT_NER = """while [ $# -gt 0 ]; do
   [ "$1" != --json ] || echo '{"rows": [{"f1": 0.5, "tokens_per_second": 1000, "peak_memory_bytes": 1e9}]}' >"$2"
   shift
 done
 """
-# Configures and builds: that is, it puts the pretended programs where the real ones would be.
+# Copies fake programs into the build directory.
 CMAKE = """case $1 in
   --version) echo "cmake version 3.31.6"; exit ;;
 esac
@@ -67,8 +68,8 @@ cp fakes/nvcc .deps/venv/lib/python3.0/site-packages/nvidia/cu13/bin/nvcc
 """
 
 
-class Card:
-    """A checkout on a machine that pretends to have an H100, a toolkit and a libtorch; `machine` changes it."""
+class FakeMachine:
+    """A checkout on a machine with a fake H100, CUDA toolkit and libtorch. Keyword arguments `machine` are environment variables."""
 
     def __init__(self, folder):
         self.root = pathlib.Path(folder)
@@ -116,8 +117,8 @@ class Card:
     def text(self, name):
         return (self.root / name).read_text() if (self.root / name).exists() else ""
 
-    def page(self):
-        """The page, without seconds."""
+    def report(self):
+        """The lines of gpu.md, without seconds."""
         return re.sub(r"\| \d+\.\d \|", "| s |", self.text("benchmarks/results/gpu.md")).splitlines()
 
 
@@ -125,199 +126,209 @@ class Bootstrap(unittest.TestCase):
     def setUp(self):
         folder = tempfile.TemporaryDirectory()
         self.addCleanup(folder.cleanup)
-        self.card = Card(folder.name)
+        self.machine = FakeMachine(folder.name)
 
-    def assert_ends_with(self, words, **machine):
-        """The command fails with these words, before anything is installed or built."""
-        done = self.card.bootstrap(**machine)
+    def assert_fails_with(self, message, **machine):
+        """The command fails with this message, and installs and builds nothing."""
+        done = self.machine.bootstrap(**machine)
         self.assertEqual(done.returncode, 1, done.stderr)
-        self.assertIn(words, done.stderr)
-        self.assertEqual((self.card.text("built"), self.card.text("installed")), ("", ""))
+        self.assertIn(message, done.stderr)
+        self.assertEqual((self.machine.text("built"), self.machine.text("installed")), ("", ""))
 
-    def test_names_its_commands(self):
-        said = subprocess.run(["bash", ROOT / "bootstrap"], capture_output=True, text=True, check=False)
-        self.assertEqual(said.returncode, 0)
+    def test_usage_lists_commands(self):
+        done = subprocess.run(["bash", ROOT / "bootstrap"], capture_output=True, text=True, check=False)
+        self.assertEqual(done.returncode, 0)
         for command in ("gpu", "gpu-pack", "sass"):
-            self.assertIn(f"./bootstrap {command}", said.stdout)
+            self.assertIn(f"./bootstrap {command}", done.stdout)
 
-    def test_goes_all_the_way(self):
-        done = self.card.bootstrap(TORCH_CUDA_ARCH_LIST="7.5 8.0 9.0 10.0+PTX")
+    def test_runs_all_parts(self):
+        done = self.machine.bootstrap(TORCH_CUDA_ARCH_LIST="7.5 8.0 9.0 10.0+PTX")
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
-        self.assertIn("cmake --workflow --preset cuda for 9.0 with " + str(self.card.root / "mine"), self.card.text("built"))
+        self.assertIn("cmake --workflow --preset cuda for 9.0 with " + str(self.machine.root / "mine"), self.machine.text("built"))
         for line in ("# NVIDIA H100 80GB HBM3", "| tests, mezzo's kernels | ok | s | 1 passed |",
                      "| compute-sanitizer memcheck | ok | s | 0 errors |", "| compute-sanitizer initcheck | ok | s | 0 errors |",
                      "| 1.00 | 0.75 | step | mezzo | 0.100 | 0.200 | 50 | 2 |",
                      "| 2.50 | 0.30 | step | ATen | 0.250 | 0.300 | 80 | - |",
                      "| 1.00 | BERT NER, bf16 | mezzo | 0.5000 | 1000 | 1000 |"):
-            self.assertIn(line, self.card.page())
-        self.assertRegex(self.card.text("benchmarks/results/gpu.md"), "- BERT NER, bf16, Python's torch.amp: .* has no torch")
-        parts = re.findall("^== (.*?): at most", self.card.text("benchmarks/results/gpu.log"), re.MULTILINE)
+            self.assertIn(line, self.machine.report())
+        self.assertRegex(self.machine.text("benchmarks/results/gpu.md"), "- BERT NER, bf16, Python's torch.amp: .* has no torch")
+        parts = re.findall("^== (.*?): at most", self.machine.text("benchmarks/results/gpu.log"), re.MULTILINE)
         self.assertLess(parts.index("BERT NER, bf16"), parts.index("compute-sanitizer memcheck"))
 
-    def test_says_that_the_driver_is_too_old(self):
-        self.assert_ends_with("the driver 570.86.15 is older than 580, which libtorch for CUDA 13 needs", DRIVER="570.86.15")
+    def test_fails_for_old_driver(self):
+        self.assert_fails_with("the driver 570.86.15 is older than 580, which libtorch for CUDA 13 needs", DRIVER="570.86.15")
 
-    def test_says_that_libtorch_has_no_cuda(self):
-        (self.card.root / "mine/lib/libtorch_cuda.so").unlink()
-        self.assert_ends_with("is a libtorch without CUDA")
+    def test_fails_for_libtorch_without_cuda(self):
+        (self.machine.root / "mine/lib/libtorch_cuda.so").unlink()
+        self.assert_fails_with("is a libtorch without CUDA")
 
-    def test_says_that_nvcc_is_of_another_cuda_than_ones_own_libtorch(self):
-        self.card.write("fakes/nvcc", "echo 'Cuda compilation tools, release 12.4, V12.4.131'")
-        self.assert_ends_with("nvcc is of CUDA 12, and libtorch of CUDA 13")
+    def test_fails_for_nvcc_of_other_cuda_version(self):
+        self.machine.write("fakes/nvcc", "echo 'Cuda compilation tools, release 12.4, V12.4.131'")
+        self.assert_fails_with("nvcc has CUDA 12, libtorch has CUDA 13")
 
-    def test_asks_for_an_nvcc_for_ones_own_libtorch(self):
-        self.card.write("fakes/nvcc", "exit 127")
-        self.assert_ends_with("put the folder of nvcc on PATH")
+    def test_fails_without_nvcc_for_own_libtorch(self):
+        self.machine.write("fakes/nvcc", "exit 127")
+        self.assert_fails_with("put the directory of nvcc on PATH")
 
-    def test_takes_pypis_nvcc_where_the_machines_does_not_fit_pypis_libtorch(self):
-        fitting = (self.card.root / "fakes/nvcc").read_text()
-        self.card.write(".deps/venv/bin/python", PIP.replace("cp fakes/nvcc", "cp fakes/fitting"))
-        self.card.write("fakes/fitting", fitting)
-        self.card.write("fakes/nvcc", "echo 'Cuda compilation tools, release 12.4, V12.4.131'")
-        done = self.card.bootstrap(Torch_DIR=None)
+    def test_installs_nvcc_that_matches_pypi_libtorch(self):
+        matching = (self.machine.root / "fakes/nvcc").read_text()
+        self.machine.write(".deps/venv/bin/python", PIP.replace("cp fakes/nvcc", "cp fakes/matching_nvcc"))
+        self.machine.write("fakes/matching_nvcc", matching)
+        self.machine.write("fakes/nvcc", "echo 'Cuda compilation tools, release 12.4, V12.4.131'")
+        done = self.machine.bootstrap(Torch_DIR=None)
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
-        self.assertIn("nvidia-cuda-nvcc==", self.card.text("installed"))
-        self.assertIn(".deps/cuda/bin/nvcc", self.card.text("built"))
+        self.assertIn("nvidia-cuda-nvcc==", self.machine.text("installed"))
+        self.assertIn(".deps/cuda/bin/nvcc", self.machine.text("built"))
 
-    def test_passes_over_a_torch_of_pythons_that_is_too_old(self):
-        (self.card.root / "python/torch").mkdir(parents=True)
-        (self.card.root / "python/torch/__init__.py").write_text(
+    def test_ignores_old_python_torch(self):
+        (self.machine.root / "python/torch").mkdir(parents=True)
+        (self.machine.root / "python/torch/__init__.py").write_text(
             "import types\n__version__ = '2.9.1+cu128'\nversion = types.SimpleNamespace(cuda='12.8')\n")
-        done = self.card.bootstrap(Torch_DIR=None, PYTHONPATH=str(self.card.root / "python"))
+        done = self.machine.bootstrap(Torch_DIR=None, PYTHONPATH=str(self.machine.root / "python"))
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
         self.assertIn("Python's torch 2.9.1+cu128 is not used: mezzo's kernels need 2.10 or newer", done.stderr)
-        self.assertIn("torch==", self.card.text("installed"))
-        self.assertNotIn("nvidia-cuda-nvcc==", self.card.text("installed"))
+        self.assertIn("torch==", self.machine.text("installed"))
+        self.assertNotIn("nvidia-cuda-nvcc==", self.machine.text("installed"))
 
-    def test_ends_where_the_build_fails(self):
-        done = self.card.bootstrap(BUILD_FAILS="1")
+    def test_fails_if_build_fails(self):
+        done = self.machine.bootstrap(BUILD_FAILS="1")
         self.assertEqual(done.returncode, 1)
-        self.assertEqual(self.card.text("benchmarks/results/gpu.md"), "")
+        self.assertEqual(self.machine.text("benchmarks/results/gpu.md"), "")
 
-    def test_names_what_failed_on_the_card(self):
-        self.card.write("fakes/bert_ner", "echo 'CUDA error: out of memory' >&2; exit 1")
-        done = self.card.bootstrap()
+    def test_reports_failed_parts(self):
+        self.machine.write("fakes/bert_ner", "echo 'CUDA error: out of memory' >&2; exit 1")
+        done = self.machine.bootstrap()
         self.assertEqual(done.returncode, 1)
         self.assertIn("failed: BERT NER, fp32, BERT NER, tf32, BERT NER, fp16, BERT NER, bf16", done.stdout)
         self.assertIn("CUDA error: out of memory", done.stdout)
 
-    def test_names_a_part_that_does_not_start(self):
-        self.card.write("fakes/cuda_bench", "exit 0")
-        self.card.bootstrap()
-        (self.card.root / "build/cuda/benchmarks/cuda/cuda_bench").unlink()
-        done = subprocess.run(["python3", "benchmarks/run_on_gpu.py", "bench"], cwd=self.card.root, capture_output=True,
-                              text=True, check=False, env=self.card.environment())
+    def test_reports_program_that_cannot_start(self):
+        self.machine.write("fakes/cuda_bench", "exit 0")
+        self.machine.bootstrap()
+        (self.machine.root / "build/cuda/benchmarks/cuda/cuda_bench").unlink()
+        done = subprocess.run(["python3", "benchmarks/run_on_gpu.py", "bench"], cwd=self.machine.root, capture_output=True,
+                              text=True, check=False, env=self.machine.environment())
         self.assertEqual(done.returncode, 1)
-        self.assertIn("| benchmarks | FAILED: cannot be started: No such file or directory |", done.stdout)
+        self.assertIn("| benchmarks | FAILED: cannot start: No such file or directory |", done.stdout)
 
-    def test_names_a_libtorch_that_sees_no_gpu(self):
-        googletest = (self.card.root / "fakes/googletest").read_text()
-        (self.card.root / "fakes/googletest").write_text(googletest + "echo 'x_test.cpp:1: libtorch sees no CUDA device here'\n")
-        done = self.card.bootstrap("gpu", "tests")
+    def test_reports_libtorch_without_gpu(self):
+        googletest = (self.machine.root / "fakes/googletest").read_text()
+        (self.machine.root / "fakes/googletest").write_text(googletest + "echo 'x_test.cpp:1: libtorch sees no CUDA device here'\n")
+        done = self.machine.bootstrap("gpu", "tests")
         self.assertEqual(done.returncode, 1)
-        self.assertIn("| tests, mezzo's kernels | FAILED | s | libtorch sees no CUDA device |", self.card.page())
+        self.assertIn("| tests, mezzo's kernels | FAILED | s | libtorch sees no CUDA device |", self.machine.report())
 
-    def test_a_failing_test_reddens_no_sanitizer(self):
-        done = self.card.bootstrap(TEST_FAILS="1")
+    def test_failed_test_does_not_fail_sanitizer(self):
+        done = self.machine.bootstrap(TEST_FAILS="1")
         self.assertEqual(done.returncode, 1)
         self.assertIn("failed: tests, mezzo's kernels, tests, ATen's kernels\n", done.stdout)
-        self.assertIn("| compute-sanitizer memcheck | ok | s | 0 errors; a test under it failed |", self.card.page())
+        self.assertIn("| compute-sanitizer memcheck | ok | s | 0 errors; a test failed |", self.machine.report())
 
-    def test_a_sanitizer_that_found_something_and_was_stopped_has_failed(self):
-        done = self.card.bootstrap("gpu", "--limit", "2", "memcheck", INVALID_WRITE="1")
+    def test_stopped_sanitizer_with_finding_fails(self):
+        done = self.machine.bootstrap("gpu", "--limit", "2", "memcheck", INVALID_WRITE="1")
         self.assertEqual(done.returncode, 1)
         self.assertIn("failed: compute-sanitizer memcheck", done.stdout)
         self.assertIn("| compute-sanitizer memcheck | FAILED: stopped after 2 s | s | 1 errors; Invalid __global__ write of size "
-                      "4 bytes", "\n".join(self.card.page()))
+                      "4 bytes", "\n".join(self.machine.report()))
 
-    def test_stops_what_hangs_and_ignores_signals(self):
-        self.card.write("fakes/cuda_bench", "trap '' INT TERM; (trap '' INT TERM; sleep 60) & sleep 60")
+    def test_stops_hanging_program_that_ignores_signals(self):
+        self.machine.write("fakes/cuda_bench", "trap '' INT TERM; (trap '' INT TERM; sleep 60) & sleep 60")
         begin = time.monotonic()
-        done = self.card.bootstrap("gpu", "--limit", "1", "bench", "tests")
+        done = self.machine.bootstrap("gpu", "--limit", "1", "bench", "tests")
         self.assertLess(time.monotonic() - begin, 30)
-        self.assertIn("| benchmarks | FAILED: stopped after 1 s | s | 0 rows |", self.card.page())
-        self.assertIn("| tests, mezzo's kernels | ok | s | 1 passed |", self.card.page())
+        self.assertIn("| benchmarks | FAILED: stopped after 1 s | s | 0 rows |", self.machine.report())
+        self.assertIn("| tests, mezzo's kernels | ok | s | 1 passed |", self.machine.report())
         self.assertEqual(done.returncode, 1)
 
-    def test_names_what_it_had_no_time_for(self):
-        done = self.card.bootstrap("gpu", "--budget", "1")
+    def test_reports_parts_without_time_left(self):
+        done = self.machine.bootstrap("gpu", "--budget", "1")
         self.assertIn("- tests, mezzo's kernels: no time was left", done.stdout)
 
     def start_and_wait_for_row(self):
         row = '{"what": "step", "peer": "mezzo", "gpu_ms": 0.1, "gb_per_s": 1000.0}'
-        self.card.write("fakes/cuda_bench", f"echo '{row}'; sleep 60")
-        self.card.bootstrap("gpu", "tests")
-        process = subprocess.Popen(["python3", "benchmarks/run_on_gpu.py", "bench"], cwd=self.card.root,
-                                   stdout=subprocess.DEVNULL, env=self.card.environment())
+        self.machine.write("fakes/cuda_bench", f"echo '{row}'; sleep 60")
+        self.machine.bootstrap("gpu", "tests")
+        process = subprocess.Popen(["python3", "benchmarks/run_on_gpu.py", "bench"], cwd=self.machine.root,
+                                   stdout=subprocess.DEVNULL, env=self.machine.environment())
         self.addCleanup(process.kill)
         for _ in range(300):
-            if "step" in self.card.text("benchmarks/results/gpu.md"):
+            if "step" in self.machine.text("benchmarks/results/gpu.md"):
                 return process
             time.sleep(0.1)
-        return self.fail("no row came")
+        return self.fail("no row was written")
 
-    def test_a_kill_loses_no_row(self):
+    def test_kill_preserves_rows(self):
         process = self.start_and_wait_for_row()
         process.kill()
         process.wait()
-        self.assertIn("| 1.00 | - | step | mezzo | 0.100 | - | - | - |", self.card.page())
-        left = json.loads(self.card.text("benchmarks/results/gpu.json"))["rows"]
+        self.assertIn("| 1.00 | - | step | mezzo | 0.100 | - | - | - |", self.machine.report())
+        left = json.loads(self.machine.text("benchmarks/results/gpu.json"))["rows"]
         self.assertEqual([row["what"] for row in left], ["step"])
 
-    def test_a_scheduler_that_ends_the_job_gets_a_page(self):
+    def test_sigterm_writes_report(self):
         process = self.start_and_wait_for_row()
         process.send_signal(signal.SIGTERM)
         self.assertEqual(process.wait(20), 143)
-        self.assertIn("| benchmarks | FAILED: stopped from outside |", "\n".join(self.card.page()))
+        self.assertIn("| benchmarks | FAILED: stopped from outside |", "\n".join(self.machine.report()))
 
-    # --- The archive ---
+    def test_filters_match_tests(self):
+        """Each pattern of GoogleTest's filters in run_on_gpu.py matches a test."""
+        script = (ROOT / "benchmarks/run_on_gpu.py").read_text()
+        patterns = {pattern for text in re.findall(r'"([^"]*\*[^"]*)"', script) for pattern in re.split(":", text.rpartition("=-")[2])
+                    if re.fullmatch(r"[\w.*]+", pattern)}
+        sources = [*(ROOT / "tests/cuda").glob("*.cpp"), *(ROOT / "tests/autocast").rglob("*_test.cpp")]
+        tests = [".".join(names) for source in sources for names in re.findall(r"^TEST\w*\(\s*(\w+),\s*(\w+)\)", source.read_text(), re.M)]
+        self.assertGreaterEqual(len(patterns), 4)
+        self.assertEqual([pattern for pattern in patterns if not fnmatch.filter(tests, pattern)], [])
 
-    def unpacked(self, **machine):
-        """The archive of this machine, in a folder of its own."""
-        done = self.card.bootstrap("gpu-pack", "gpu.tar.gz", **machine)
+    # --- ./bootstrap gpu-pack ---
+
+    def unpack(self, **machine):
+        """Packs and unpacks an archive. Returns its directory."""
+        done = self.machine.bootstrap("gpu-pack", "gpu.tar.gz", **machine)
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
-        with tarfile.open(self.card.root / "gpu.tar.gz") as archive:
-            archive.extractall(self.card.root / "node")
-        return self.card.root / "node"
+        with tarfile.open(self.machine.root / "gpu.tar.gz") as archive:
+            archive.extractall(self.machine.root / "node")
+        return self.machine.root / "node"
 
-    def run_there(self, node, *arguments, **machine):
+    def run_archive(self, node, *arguments, **machine):
         return subprocess.run([node / "run", *arguments], cwd="/", capture_output=True, text=True, check=False,
-                              env=self.card.environment(**machine))
+                              env=self.machine.environment(**machine))
 
-    def test_packs_what_the_run_needs(self):
-        node = self.unpacked()
+    def test_pack_has_libraries_and_float16_weights(self):
+        node = self.unpack()
         packed = json.loads((node / "packed.json").read_text())
         self.assertEqual((packed["architectures"], packed["libtorch"], packed["needs"]), ("8.0;9.0+PTX", "2.11.0", "GLIBC_2.34"))
         self.assertEqual(sorted(path.name for path in (node / "lib").iterdir()), ["libown.so.1"])
         weights = (node / "model/model.safetensors").read_bytes()
         self.assertEqual(struct.unpack("<2e", weights[-4:]), (1.5, -2.0))
 
-    def test_runs_where_it_is_unpacked(self):
-        node = self.unpacked()
+    def test_unpacked_archive_runs(self):
+        node = self.unpack()
         (node / "bin/cuda_bench").write_text("#!/bin/bash\necho '{\"what\": \"'$LD_LIBRARY_PATH'\", \"peer\": \"mezzo\"}'\n")
-        done = self.run_there(node)
+        done = self.run_archive(node)
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
         page = (node / "results/gpu.md").read_text()
         self.assertIn("| tests, mezzo's kernels | ok |", page)
         self.assertIn("libtorch 2.11.0", page)
-        self.assertIn(f'"what": "{node}/lib:{self.card.root}/mine/lib', done.stdout)
+        self.assertIn(f'"what": "{node}/lib:{self.machine.root}/mine/lib', done.stdout)
 
-    def test_says_that_there_is_no_libtorch(self):
-        done = self.run_there(self.unpacked(), Torch_DIR=None)
+    def test_archive_fails_without_libtorch(self):
+        done = self.run_archive(self.unpack(), Torch_DIR=None)
         self.assertEqual(done.returncode, 1)
-        self.assertIn("no libtorch here: set Torch_DIR, or run with a python3 that has torch", done.stderr)
+        self.assertIn("no libtorch was found: set Torch_DIR, or run with a python3 that has torch", done.stderr)
 
-    def test_says_that_the_libtorch_is_another(self):
-        node = self.unpacked()
-        (self.card.root / "mine/share/cmake/Torch/TorchConfigVersion.cmake").write_text('set(PACKAGE_VERSION "2.10.1")\n')
-        done = self.run_there(node)
+    def test_archive_fails_for_other_libtorch_version(self):
+        node = self.unpack()
+        (self.machine.root / "mine/share/cmake/Torch/TorchConfigVersion.cmake").write_text('set(PACKAGE_VERSION "2.10.1")\n')
+        done = self.run_archive(node)
         self.assertEqual(done.returncode, 1)
-        self.assertIn("the programs are built for libtorch 2.11.0, and", done.stderr)
+        self.assertIn("the programs were built for libtorch 2.11.0, but", done.stderr)
 
-    def test_says_that_the_card_is_of_another_architecture(self):
-        node = self.unpacked()
-        self.card.write("fakes/nvidia-smi", 'echo "Tesla V100, 580.65.06, 7.0"')
-        done = self.run_there(node)
+    def test_archive_fails_for_other_gpu_architecture(self):
+        node = self.unpack()
+        self.machine.write("fakes/nvidia-smi", 'echo "Tesla V100, 580.65.06, 7.0"')
+        done = self.run_archive(node)
         self.assertEqual(done.returncode, 1)
         self.assertIn("pack again with TORCH_CUDA_ARCH_LIST=7.0", done.stderr)
 

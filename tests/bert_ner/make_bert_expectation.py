@@ -1,10 +1,9 @@
-"""Makes data/tiny_bert, a BERT of a few thousand parameters, and what Hugging Face's code answers.
+"""Writes data/tiny_bert, a BERT of a few thousand parameters, and the outputs of Hugging Face's implementation.
 
     python3 make_bert_expectation.py
 
-needs torch, transformers and safetensors. Written once and committed: parts_test.cpp compares
-with it; program_test.cpp trains it. Logits and gradients
-are of the evaluation mode (no dropout).
+Needs torch, transformers and safetensors. The output is committed: parts_test.cpp compares with it, program_test.cpp trains it.
+Logits and gradients are those of evaluation mode (no dropout).
 """
 
 import pathlib

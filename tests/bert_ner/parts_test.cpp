@@ -1,4 +1,4 @@
-// The parts of bert_ner against what Python's packages recorded: model, tokenizer, score.
+// Compares model, tokenizer and scores of bert_ner with recordings of Python packages.
 #include <gtest/gtest.h>
 
 #include <string>
@@ -11,7 +11,7 @@
 namespace bert_ner {
 namespace {
 
-/// Hugging Face's model and what it answers (make_bert_expectation.py).
+/// A tiny Hugging Face model and its recorded outputs (make_bert_expectation.py).
 class BertModel : public testing::Test {
  protected:
   const std::filesystem::path data_ = BERT_NER_TEST_DATA;
@@ -30,8 +30,8 @@ double largest_difference(const torch::Tensor& a, const torch::Tensor& b) {
 }
 
 TEST_F(BertModel, LogitsMatchHuggingFaceForBothAttentions) {
-  const auto real = expected_["mask"].unsqueeze(-1);  // what stands on padding is nobody's business
-  for (const double dropout : {0.0, 1e-30}) {         // with dropout the fused kernel is not taken
+  const auto real = expected_["mask"].unsqueeze(-1);  // padding is ignored
+  for (const double dropout : {0.0, 1e-30}) {         // dropout disables the fused kernel
     const auto logits = model(dropout)(expected_["ids"], expected_["mask"]);
     EXPECT_LT(largest_difference(logits * real, expected_["logits"] * real), 1e-5) << dropout;
   }

@@ -1,4 +1,4 @@
-// How a directory of checkpoints is kept.
+// CheckpointManager: the checkpoints of a directory, and its lock.
 
 #include <mezzo/checkpoint/checkpoint.h>
 
@@ -33,18 +33,18 @@ using test_support::TempDir;
 using testing::AllOf;
 using testing::HasSubstr;
 
-TEST(CheckpointManager, WithoutAHigherNumberNothingIsSaved) {
+TEST(CheckpointManager, SaveThrowsWithoutHigherSequenceNumber) {
   const TempDir temp_dir;
   int64_t value = 0;
   const auto last = temp_dir.path() / "checkpoint-18446744073709551615-step-0.pt";
-  test_support::write_file(last, "somebody's");
+  test_support::write_file(last, "not a checkpoint");
   EXPECT_THAT(message_of([&] {
                 CheckpointManager(temp_dir.path()).save(TrainingState().add("a", value), 1);
               }),
               AllOf(HasSubstr(last.filename().string()), HasSubstr("move it elsewhere")));
 }
 
-TEST(CheckpointManager, AFolderWithoutAnyIsAFreshStart) {
+TEST(CheckpointManager, LoadLatestReturnsNoneForEmptyDirectory) {
   const TempDir temp_dir;
   int64_t value = 3;
   const auto state = TrainingState().add("a", value);
@@ -54,7 +54,7 @@ TEST(CheckpointManager, AFolderWithoutAnyIsAFreshStart) {
   EXPECT_FALSE(std::filesystem::exists(temp_dir.path() / "none"));
 }
 
-TEST(CheckpointManager, LoadsTheFileOfAStepOfSeveralTheLastSaved) {
+TEST(CheckpointManager, LoadStepPrefersLastSaved) {
   const TempDir temp_dir;
   int64_t value = 0;
   TrainingState state;
@@ -74,7 +74,7 @@ TEST(CheckpointManager, LoadsTheFileOfAStepOfSeveralTheLastSaved) {
               HasSubstr("has no checkpoint of step 1, and no other"));
 }
 
-TEST(Checkpoint, AFileThatOneChoosesIsReplacedWholeAndItsFolderMade) {
+TEST(SaveCheckpoint, ReplacesFileAndCreatesDirectory) {
   const TempDir temp_dir;
   int64_t value = 4;
   TrainingState state;
@@ -101,7 +101,7 @@ TEST(Checkpoint, AFileThatOneChoosesIsReplacedWholeAndItsFolderMade) {
   std::filesystem::current_path(directory);
 }
 
-TEST(CheckpointManager, KeepTheNewestByWhenTheyWereSavedNotByStep) {
+TEST(CheckpointManager, KeepsLastSavedRegardlessOfStep) {
   const TempDir temp_dir;
   int64_t value = 0;
   TrainingState state;
@@ -113,7 +113,7 @@ TEST(CheckpointManager, KeepTheNewestByWhenTheyWereSavedNotByStep) {
   EXPECT_EQ(checkpoints.load_latest(state)->step, 10);
 }
 
-TEST(CheckpointManager, ASecondWriterIsRefusedAsLongAsTheFirstLives) {
+TEST(CheckpointManager, SecondWriterThrowsWhileFirstLives) {
   const TempDir temp_dir;
   int64_t value = 0;
   const auto state = TrainingState().add("value", value);
@@ -129,7 +129,7 @@ TEST(CheckpointManager, ASecondWriterIsRefusedAsLongAsTheFirstLives) {
   EXPECT_EQ(second.load_latest(state)->step, 2);
 }
 
-TEST(CheckpointManager, AForkedChildHasNoLockOfItsParents) {
+TEST(CheckpointManager, ForkedChildDoesNotInheritLock) {
   const TempDir temp_dir;
   int64_t value = 1;
   const auto state = TrainingState().add("value", value);
@@ -149,7 +149,7 @@ TEST(CheckpointManager, AForkedChildHasNoLockOfItsParents) {
   EXPECT_EQ(checkpoints.checkpoints().size(), 2U);
 }
 
-/// A pipe on which one process tells another that it may go on.
+/// A pipe with which one process signals another to continue.
 class Signal {
  public:
   Signal() { EXPECT_EQ(::pipe(ends_.data()), 0); }
@@ -168,7 +168,7 @@ class Signal {
   std::array<int, 2> ends_{};
 };
 
-TEST(CheckpointManager, TheLockDiesWithItsProcessThoughAForkedChildLivesOn) {
+TEST(CheckpointManager, LockEndsWithProcessDespiteForkedChild) {
   const TempDir temp_dir;
   int64_t value = 1;
   const auto state = TrainingState().add("value", value);
@@ -187,8 +187,8 @@ TEST(CheckpointManager, TheLockDiesWithItsProcessThoughAForkedChildLivesOn) {
   }
   saved.await();
   std::vector<std::string> warnings;
-  const auto hearing = [&](const std::string& text) { warnings.push_back(text); };
-  CheckpointManager next(temp_dir.path(), {.on_warning = hearing});
+  const auto record_warnings = [&](const std::string& text) { warnings.push_back(text); };
+  CheckpointManager next(temp_dir.path(), {.on_warning = record_warnings});
   EXPECT_THAT(warnings, testing::ElementsAre(
                             HasSubstr("is being saved to by process " + std::to_string(trainer))));
   EXPECT_THAT(message_of([&] { next.save(state, 2); }), HasSubstr("is being saved to by another"));
@@ -198,7 +198,7 @@ TEST(CheckpointManager, TheLockDiesWithItsProcessThoughAForkedChildLivesOn) {
   over.give();
 }
 
-TEST(Checkpoint, AFileThatOneChoosesIsWrittenThroughLinksAndKeepsItsMode) {
+TEST(SaveCheckpoint, FollowsSymlinksAndPreservesMode) {
   namespace fs = std::filesystem;
   const TempDir temp_dir;
   int64_t value = 4;
@@ -217,7 +217,7 @@ TEST(Checkpoint, AFileThatOneChoosesIsWrittenThroughLinksAndKeepsItsMode) {
   EXPECT_EQ(mezzo::load_checkpoint(target, state).step, 3);
 }
 
-TEST(Checkpoint, WhatIsNoRegularFileIsNotReplaced) {
+TEST(SaveCheckpoint, ThrowsForNonRegularFile) {
   const TempDir temp_dir;
   int64_t value = 4;
   const auto state = TrainingState().add("value", value);
@@ -231,7 +231,7 @@ TEST(Checkpoint, WhatIsNoRegularFileIsNotReplaced) {
   EXPECT_TRUE(std::filesystem::is_fifo(pipe));
 }
 
-TEST(CheckpointManager, LocksAnewWhereTheFolderOrItsLockWasRemoved) {
+TEST(CheckpointManager, ReacquiresLockAfterDirectoryRemoval) {
   const TempDir temp_dir;
   const auto directory = temp_dir.path() / "run";
   int64_t value = 1;
@@ -248,7 +248,7 @@ TEST(CheckpointManager, LocksAnewWhereTheFolderOrItsLockWasRemoved) {
   EXPECT_THAT(message_of([&] { first.save(state, 5); }), HasSubstr("is being saved to by another"));
 }
 
-TEST(CheckpointManager, ARelativeFolderStaysWhereItWasAtConstruction) {
+TEST(CheckpointManager, ResolvesRelativeDirectoryAtConstruction) {
   const TempDir temp_dir;
   int64_t value = 1;
   const auto state = TrainingState().add("value", value);
@@ -267,7 +267,7 @@ TEST(CheckpointManager, ARelativeFolderStaysWhereItWasAtConstruction) {
   EXPECT_EQ(checkpoints.checkpoints().size(), 2U);
 }
 
-TEST(CheckpointManager, LeaveOtherFilesAlone) {
+TEST(CheckpointManager, PreservesUnrelatedFiles) {
   const TempDir temp_dir;
   int64_t value = 0;
   CheckpointManager checkpoints(temp_dir.path(), {.max_to_keep = 1});
@@ -275,7 +275,7 @@ TEST(CheckpointManager, LeaveOtherFilesAlone) {
        {"checkpoint-000001-step-2.pt.bak", "checkpoint-x-step-2.pt",
         ".checkpoint-000001-step-2.pt.tmp", ".checkpoint-000001-step-2.pt.7.tmp.x",
         ".checkpoint-000001-step-2.pt.x.tmp", "checkpoint-000001-step-.pt", "notes"}) {
-    test_support::write_file(temp_dir.path() / name, "somebody's");
+    test_support::write_file(temp_dir.path() / name, "not a checkpoint");
   }
   const auto state = TrainingState().add("value", value);
   checkpoints.save(state, 1);

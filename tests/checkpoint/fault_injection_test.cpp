@@ -1,4 +1,5 @@
-// What damage, kills and a system that refuses do to checkpoints: nothing that goes unnoticed.
+// Corruption, system call failures and kills: an intact checkpoint remains, and errors are
+// detected.
 
 #include <mezzo/checkpoint/checkpoint.h>
 
@@ -49,7 +50,7 @@ using testing::Not;
 
 constexpr const char* kNoError = "no error";
 
-/// Numbers that are the same all over, so that half an old one and half a new one would show.
+/// A tensor with equal elements, so that a mixture of two checkpoints would be detected.
 struct Training {
   explicit Training(int64_t size = 4) : weights(torch::zeros({size}, torch::kLong)) {
     state.add("weights", weights).add("position", position);
@@ -65,8 +66,8 @@ struct Training {
   TrainingState state;
 };
 
-mezzo::CheckpointManagerOptions hearing(std::vector<std::string>& warnings,
-                                        int64_t max_to_keep = 2) {
+mezzo::CheckpointManagerOptions record_warnings(std::vector<std::string>& warnings,
+                                                int64_t max_to_keep = 2) {
   return {.max_to_keep = max_to_keep,
           .on_warning = [&warnings](const std::string& text) { warnings.push_back(text); }};
 }
@@ -76,7 +77,7 @@ std::filesystem::path save(CheckpointManager& checkpoints, Training& run, int64_
   return checkpoints.save(run.state, value).path;
 }
 
-std::vector<std::string> temporaries_in(const std::filesystem::path& directory) {
+std::vector<std::string> list_temporaries(const std::filesystem::path& directory) {
   std::vector<std::string> found;
   for (const auto& entry : std::filesystem::directory_iterator(directory)) {
     if (entry.path().extension() == ".tmp") found.push_back(entry.path().string());
@@ -84,7 +85,7 @@ std::vector<std::string> temporaries_in(const std::filesystem::path& directory) 
   return found;
 }
 
-/// A small checkpoint, to be corrupt where it lies.
+/// A small checkpoint that is modified in place.
 class CorruptibleFile {
  public:
   CorruptibleFile() {
@@ -96,7 +97,7 @@ class CorruptibleFile {
   ~CorruptibleFile() { ::close(descriptor_); }
 
   off_t size() const { return static_cast<off_t>(size_); }
-  void cut_off_at(off_t size) { ASSERT_EQ(::ftruncate(descriptor_, size), 0); }
+  void truncate(off_t size) { ASSERT_EQ(::ftruncate(descriptor_, size), 0); }
   void flip(off_t at, int bit) {
     unsigned char byte = 0;
     ASSERT_EQ(::pread(descriptor_, &byte, 1, at), 1);
@@ -105,7 +106,7 @@ class CorruptibleFile {
   }
   void append(char byte) { ASSERT_EQ(::pwrite(descriptor_, &byte, 1, size()), 1); }
 
-  bool is_noticed() {
+  bool is_detected() {
     const std::string error = message_of([this] { mezzo::load_checkpoint(file_, run_.state); });
     return error.find("is corrupt") != std::string::npos;
   }
@@ -120,28 +121,28 @@ class CorruptibleFile {
   int descriptor_ = -1;
 };
 
-TEST(CheckpointDamage, EveryChangedByteIsNoticed) {
+TEST(CheckpointCorruption, DetectsEveryFlippedByte) {
   CorruptibleFile corrupt;
-  ASSERT_FALSE(corrupt.is_noticed());
+  ASSERT_FALSE(corrupt.is_detected());
   for (off_t i = 0; i < corrupt.size(); ++i) {
     corrupt.flip(i, static_cast<int>(i % 8));
-    ASSERT_TRUE(corrupt.is_noticed()) << "byte " << i;
+    ASSERT_TRUE(corrupt.is_detected()) << "byte " << i;
     corrupt.flip(i, static_cast<int>(i % 8));
   }
-  ASSERT_FALSE(corrupt.is_noticed());
+  ASSERT_FALSE(corrupt.is_detected());
 }
 
-TEST(CheckpointDamage, EveryShorterFileAndALongerOneIsNoticed) {
+TEST(CheckpointCorruption, DetectsTruncationAndTrailingBytes) {
   CorruptibleFile corrupt;
   corrupt.append('\0');
-  EXPECT_TRUE(corrupt.is_noticed());
+  EXPECT_TRUE(corrupt.is_detected());
   for (off_t size = corrupt.size() - 1; size >= 0; --size) {
-    corrupt.cut_off_at(size);
-    ASSERT_TRUE(corrupt.is_noticed()) << "cut off at " << size;
+    corrupt.truncate(size);
+    ASSERT_TRUE(corrupt.is_detected()) << "truncated at " << size;
   }
 }
 
-TEST(CheckpointDamage, NothingIsLoadedFromADamagedFile) {
+TEST(CheckpointCorruption, CorruptFileChangesNothing) {
   CorruptibleFile corrupt;
   corrupt.flip(corrupt.size() / 2, 3);
   corrupt.run().set(1);
@@ -151,7 +152,7 @@ TEST(CheckpointDamage, NothingIsLoadedFromADamagedFile) {
   EXPECT_TRUE(corrupt.run().is(1));
 }
 
-TEST(CheckpointDamage, TheHeadOfOneFileWithTheTailOfAnotherIsNoticed) {
+TEST(CheckpointCorruption, DetectsSplicedFiles) {
   const TempDir temp_dir;
   CheckpointManager checkpoints(temp_dir.path());
   Training run;
@@ -169,8 +170,8 @@ TEST(CheckpointDamage, TheHeadOfOneFileWithTheTailOfAnotherIsNoticed) {
   }
 }
 
-/// A file of Python's has no checksum.
-TEST(CheckpointDamage, ATensorThatIsLongerThanItsBytesIsRefused) {
+/// Python's files have no checksum.
+TEST(CheckpointCorruption, ThrowsForTensorBeyondStorage) {
   const TempDir temp_dir;
   c10::impl::GenericDict dict(c10::AnyType::get(), c10::AnyType::get());
   dict.insert("weights", torch::zeros({77}, torch::kLong));
@@ -192,13 +193,13 @@ TEST(CheckpointDamage, ATensorThatIsLongerThanItsBytesIsRefused) {
   EXPECT_EQ(changed, 2) << "numbers of elements, in the storage and in the shape";
   write_file(file, longer);
   EXPECT_THAT(message_of([&] { mezzo::load_checkpoint(file, state); }),
-              HasSubstr("longer than its bytes"));
+              HasSubstr("out of bounds of its storage"));
 }
 
-/// A directory with two checkpoints, of the values 1 and 2, and the run that saved them at 9.
+/// A directory with checkpoints of the values 1 and 2; the current value of the run is 9.
 struct TwoSaved {
   TwoSaved()
-      : checkpoints(temp_dir.path(), hearing(warnings)),
+      : checkpoints(temp_dir.path(), record_warnings(warnings)),
         first(save(checkpoints, run, 1)),
         second(save(checkpoints, run, 2)) {
     run.set(9);
@@ -215,7 +216,7 @@ struct TwoSaved {
   std::filesystem::path first, second;
 };
 
-TEST(CheckpointDamage, FallsBackToTheOneBeforeWithAWarningThatNamesFileAndDamage) {
+TEST(CheckpointCorruption, FallsBackToPreviousWithWarning) {
   TwoSaved saved;
   write_file(saved.second, read_file(saved.second).substr(0, 100));
   const auto loaded = saved.checkpoints.load_latest(saved.run.state);
@@ -227,7 +228,7 @@ TEST(CheckpointDamage, FallsBackToTheOneBeforeWithAWarningThatNamesFileAndDamage
                                                 HasSubstr("does not end as a checkpoint"))));
 }
 
-/// What may stand in a file's place.
+/// Paths that cannot be opened as files.
 void put_link_to_nowhere(const std::filesystem::path& path) {
   std::filesystem::create_symlink("nowhere", path);
 }
@@ -237,7 +238,7 @@ void put_file_by_torch_save(const std::filesystem::path& path) {
   torch::save(torch::ones({3}), path.string());
 }
 
-TEST(CheckpointDamage, ANameThatIsNoCheckpointDoesNotHideTheOneBefore) {
+TEST(CheckpointCorruption, SkipsPathsThatCannotBeOpened) {
   for (auto* const put : {put_link_to_nowhere, put_folder, put_pipe, put_file_by_torch_save}) {
     TwoSaved saved;
     std::filesystem::remove(saved.second);
@@ -247,12 +248,12 @@ TEST(CheckpointDamage, ANameThatIsNoCheckpointDoesNotHideTheOneBefore) {
     EXPECT_EQ(loaded->path, saved.first);
     EXPECT_TRUE(saved.run.is(1));
     EXPECT_THAT(saved.warnings, ElementsAre(AllOf(HasSubstr(saved.second.string()),
-                                                  HasSubstr("the checkpoint before it is tried"))));
+                                                  HasSubstr("trying the previous checkpoint"))));
     EXPECT_THAT(saved.warnings[0], Not(HasSubstr("is corrupt")));
   }
 }
 
-TEST(CheckpointDamage, AFileThatTheSystemDoesNotOpenDoesNotHideTheOneBefore) {
+TEST(CheckpointCorruption, SkipsFileOnOpenError) {
   for (const int error : {EIO, EACCES}) {
     TwoSaved saved;
     Syscalls calls = libc_syscalls();
@@ -268,7 +269,7 @@ TEST(CheckpointDamage, AFileThatTheSystemDoesNotOpenDoesNotHideTheOneBefore) {
   }
 }
 
-TEST(CheckpointDamage, AFileByTorchSaveIsNotCalledDamaged) {
+TEST(CheckpointCorruption, ReportsTorchSaveFileAsForeign) {
   const TempDir temp_dir;
   Training run;
   const auto file = temp_dir.path() / "model.pt";
@@ -281,7 +282,7 @@ TEST(CheckpointDamage, AFileByTorchSaveIsNotCalledDamaged) {
               HasSubstr("it is not a regular file"));
 }
 
-TEST(CheckpointDamage, AFileOfAnotherKindIsNotCalledDamaged) {
+TEST(CheckpointCorruption, ReportsOtherFileAsForeign) {
   TwoSaved saved;
   write_file(saved.second, "%PDF-1.7, a document that was saved under the wrong name");
   EXPECT_THAT(
@@ -290,7 +291,7 @@ TEST(CheckpointDamage, AFileOfAnotherKindIsNotCalledDamaged) {
   EXPECT_EQ(saved.checkpoints.load_latest(saved.run.state)->path, saved.first);
 }
 
-TEST(CheckpointDamage, ACheckpointWithAnotherBeginningIsDamaged) {
+TEST(CheckpointCorruption, ReportsOverwrittenHeaderAsCorrupt) {
   TwoSaved saved;
   std::string bytes = read_file(saved.second);
   bytes.replace(0, 4, "....");
@@ -299,7 +300,7 @@ TEST(CheckpointDamage, ACheckpointWithAnotherBeginningIsDamaged) {
               HasSubstr("is corrupt"));
 }
 
-TEST(CheckpointDamage, ADamagedFileTakesNoWholeOnesPlaceWhenOldOnesAreRemoved) {
+TEST(CheckpointCorruption, CorruptFilesDoNotCountAsKept) {
   TwoSaved saved;
   write_file(saved.second, "");
   saved.checkpoints.load_latest(saved.run.state);
@@ -309,17 +310,17 @@ TEST(CheckpointDamage, ADamagedFileTakesNoWholeOnesPlaceWhenOldOnesAreRemoved) {
   EXPECT_THAT(saved.checkpoints.checkpoints(), ElementsAre(fourth, third));
 }
 
-TEST(CheckpointDamage, WithoutAWholeFileThereIsNoFreshStart) {
+TEST(CheckpointCorruption, LoadLatestThrowsIfAllCorrupt) {
   TwoSaved saved;
   write_file(saved.first, "");
   write_file(saved.second, "MEZZOCKP");
   EXPECT_THAT(saved.load_error(),
-              AllOf(HasSubstr("no checkpoint that is whole"), HasSubstr(saved.first.string()),
+              AllOf(HasSubstr("no intact checkpoint"), HasSubstr(saved.first.string()),
                     HasSubstr(saved.second.string())));
   EXPECT_TRUE(saved.run.is(9));
 }
 
-TEST(CheckpointDamage, ANewerFormatIsRefusedAndNotTakenForDamage) {
+TEST(CheckpointCorruption, ThrowsForNewerFormat) {
   TwoSaved saved;
   std::string bytes = read_file(saved.second);
   bytes.replace(bytes.rfind("format 2"), 8, "format 3");
@@ -329,7 +330,7 @@ TEST(CheckpointDamage, ANewerFormatIsRefusedAndNotTakenForDamage) {
   EXPECT_THAT(saved.warnings, IsEmpty());
 }
 
-/// Calls that are counted, and of which one fails.
+/// Counts system calls, one of which fails.
 struct Faults {
   std::string failing = "";  // its name
   int number = 0;            // which one of that name, from 1; 0 for none
@@ -378,10 +379,10 @@ struct Faults {
   int created = -1;  // the file that is being written
 };
 
-/// 2 MB, so that there are several writes.
+/// 2 MB, for several write calls.
 constexpr int64_t kLarge = 1 << 18;
 
-TEST(CheckpointFaultInjection, TheFileIsFlushedBeforeItIsRenamedAndTheFolderAfter) {
+TEST(CheckpointFaultInjection, FsyncsFileBeforeRenameAndDirectoryAfter) {
   const TempDir temp_dir;
   Faults faults;
   CheckpointManager checkpoints(temp_dir.path());
@@ -395,21 +396,21 @@ TEST(CheckpointFaultInjection, TheFileIsFlushedBeforeItIsRenamedAndTheFolderAfte
               ElementsAre("open", "create", "write", "fsync", "rename", "close", "open", "fsync"));
 }
 
-/// Lets the `number`-th call of `name` fail while a second checkpoint is saved, and returns whether
-/// it came to that; whatever happens, the newest is the old one or the new one, whole.
+/// Makes the `number`-th call of `name` fail while a second checkpoint is saved, and expects that
+/// the latest checkpoint is intact. Returns whether the call occurred.
 bool survives(const std::string& name, int number, int error, bool is_short) {
   const TempDir temp_dir;
   std::vector<std::string> warnings;
   Training run(kLarge);
   {
-    CheckpointManager checkpoints(temp_dir.path(), hearing(warnings));
+    CheckpointManager checkpoints(temp_dir.path(), record_warnings(warnings));
     save(checkpoints, run, 1);
   }
   Faults faults{.failing = name, .number = number, .error = error, .is_short = is_short};
   bool saved = true;
   std::filesystem::path file;
   {
-    CheckpointManager checkpoints(temp_dir.path(), hearing(warnings));
+    CheckpointManager checkpoints(temp_dir.path(), record_warnings(warnings));
     const ScopedSyscalls failing(faults.calls());
     run.set(2);
     const std::string message = message_of([&] { file = checkpoints.save(run.state, 2).path; });
@@ -417,7 +418,7 @@ bool survives(const std::string& name, int number, int error, bool is_short) {
     if (!saved) {
       EXPECT_THAT(message, HasSubstr(std::strerror(error)));
     }
-    EXPECT_THAT(temporaries_in(temp_dir.path()), IsEmpty());
+    EXPECT_THAT(list_temporaries(temp_dir.path()), IsEmpty());
   }
   const bool came_to_it = std::count(faults.log.begin(), faults.log.end(), name) >= number;
   CheckpointManager checkpoints(temp_dir.path());
@@ -425,16 +426,17 @@ bool survives(const std::string& name, int number, int error, bool is_short) {
   EXPECT_TRUE(checkpoints.load_latest(run.state));
   EXPECT_TRUE(run.is(saved ? 2 : 1)) << name << ' ' << number;
   EXPECT_EQ(checkpoints.checkpoints().size(), saved ? 2U : 1U);
-  // What may fail and still leave a saved file: closing it, and the flush of the directory.
+  // Calls after which the checkpoint is saved although they fail: close, and fsync of the
+  // directory.
   if (came_to_it && saved) {
-    EXPECT_THAT(warnings, ElementsAre(HasSubstr("is not known")));
+    EXPECT_THAT(warnings, ElementsAre(HasSubstr("may not survive a system crash")));
   }
   save(checkpoints, run, 3);
   EXPECT_TRUE(run.is(3));
   return came_to_it;
 }
 
-TEST(CheckpointFaultInjection, WhicheverCallFailsTheOldOrTheNewStateIsWhole) {
+TEST(CheckpointFaultInjection, AnySyscallFailureLeavesIntactCheckpoint) {
   for (const std::string name : {"open", "create", "write", "fsync", "close", "rename"}) {
     int number = 1;
     while (survives(name, number, name == "write" ? ENOSPC : EIO, false) && number < 20) ++number;
@@ -443,14 +445,14 @@ TEST(CheckpointFaultInjection, WhicheverCallFailsTheOldOrTheNewStateIsWhole) {
   }
 }
 
-TEST(CheckpointFaultInjection, ShortWritesAreContinuedAndAFailureAfterOneIsNoticed) {
+TEST(CheckpointFaultInjection, ContinuesShortWritesAndDetectsFailure) {
   int number = 1;
   while (survives("write", number, EIO, /*is_short=*/true) && number < 20) ++number;
   EXPECT_GT(number, 6);
   EXPECT_LT(number, 20);
 }
 
-TEST(CheckpointFaultInjection, CallsThatASignalInterruptsAreRepeated) {
+TEST(CheckpointFaultInjection, RetriesInterruptedCalls) {
   const TempDir temp_dir;
   Training run, read;
   Syscalls calls = libc_syscalls();
@@ -470,8 +472,8 @@ TEST(CheckpointFaultInjection, CallsThatASignalInterruptsAreRepeated) {
   EXPECT_GT(interrupted, 4);
 }
 
-/// With every flush of a directory failing.
-Syscalls without_folder_flush(int error) {
+/// System calls of which every directory fsync fails.
+Syscalls failing_directory_fsync(int error) {
   Syscalls calls = libc_syscalls();
   calls.fsync = [error](int file) {
     struct stat status {};
@@ -483,17 +485,17 @@ Syscalls without_folder_flush(int error) {
   return calls;
 }
 
-TEST(CheckpointFaultInjection, AFolderThatCannotBeFlushedIsToldOnce) {
+TEST(CheckpointFaultInjection, WarnsOnceIfDirectoryFsyncFails) {
   for (const int error : {EINVAL, EACCES, EIO}) {
-    const ScopedSyscalls failing(without_folder_flush(error));
+    const ScopedSyscalls failing(failing_directory_fsync(error));
     TwoSaved saved;
     for (int64_t value = 3; value < 9; ++value) save(saved.checkpoints, saved.run, value);
     EXPECT_EQ(saved.checkpoints.checkpoints().size(), 2U);
-    EXPECT_THAT(saved.warnings, ElementsAre(HasSubstr("whether it would survive a crash")));
+    EXPECT_THAT(saved.warnings, ElementsAre(HasSubstr("may not survive a system crash")));
   }
 }
 
-TEST(CheckpointFaultInjection, TheNamesOfNewFoldersAreFlushedToo) {
+TEST(CheckpointFaultInjection, FsyncsParentsOfNewDirectories) {
   const TempDir temp_dir;
   Training run;
   std::vector<std::string> warnings;
@@ -503,31 +505,31 @@ TEST(CheckpointFaultInjection, TheNamesOfNewFoldersAreFlushedToo) {
     errno = EIO;
     return -1;
   };
-  CheckpointManager checkpoints(temp_dir.path() / "run", hearing(warnings));
+  CheckpointManager checkpoints(temp_dir.path() / "run", record_warnings(warnings));
   const ScopedSyscalls failing(calls);
   checkpoints.save(run.state, 1);
-  EXPECT_THAT(warnings, ElementsAre(HasSubstr("whether it would survive a crash")));
+  EXPECT_THAT(warnings, ElementsAre(HasSubstr("may not survive a system crash")));
 }
 
-TEST(CheckpointFaultInjection, TemporariesOfKilledProcessesAreRemovedByTheNextWriter) {
+TEST(CheckpointFaultInjection, NextWriterRemovesStaleTemporaries) {
   const TempDir temp_dir;
   const auto left = temp_dir.path() / ".best.pt.0.tmp",
              of_0_2 = temp_dir.path() / ".best.pt.471.tmp",
              in_use = temp_dir.path() / ".best.pt.1.tmp",
              other = temp_dir.path() / ".last.pt.0.tmp";
   for (const auto& path : {left, of_0_2, in_use, other})
-    write_file(path, "half of somebody else's");
+    write_file(path, "partial data of another file");
   const int writer = ::open(in_use.c_str(), O_RDWR);
   ASSERT_EQ(::flock(writer, LOCK_EX), 0);
   Training run;
   mezzo::save_checkpoint(temp_dir.path() / "best.pt", run.state);
-  EXPECT_THAT(temporaries_in(temp_dir.path()),
+  EXPECT_THAT(list_temporaries(temp_dir.path()),
               testing::UnorderedElementsAre(in_use.string(), other.string()));
   mezzo::load_checkpoint(temp_dir.path() / "best.pt", run.state);
   ::close(writer);
 }
 
-TEST(CheckpointFaultInjection, ThreadsThatSaveOnePathAtATimeLeaveOneWholeFile) {
+TEST(CheckpointFaultInjection, ConcurrentThreadsLeaveOneIntactFile) {
   const TempDir temp_dir;
   const auto file = temp_dir.path() / "best.pt";
   std::vector<std::string> errors(4, kNoError);
@@ -547,10 +549,10 @@ TEST(CheckpointFaultInjection, ThreadsThatSaveOnePathAtATimeLeaveOneWholeFile) {
   }
   for (std::thread& thread : threads) thread.join();
   EXPECT_THAT(errors, testing::Each(kNoError));
-  EXPECT_THAT(temporaries_in(temp_dir.path()), IsEmpty());
+  EXPECT_THAT(list_temporaries(temp_dir.path()), IsEmpty());
 }
 
-TEST(CheckpointFaultInjection, AReadErrorFallsBackLikeDamage) {
+TEST(CheckpointFaultInjection, ReadErrorFallsBackToPrevious) {
   TwoSaved saved;
   Syscalls calls = libc_syscalls();
   int reads = 0;
@@ -564,7 +566,7 @@ TEST(CheckpointFaultInjection, AReadErrorFallsBackLikeDamage) {
   EXPECT_THAT(saved.warnings, ElementsAre(HasSubstr("cannot be read: Input/output error")));
 }
 
-TEST(CheckpointFaultInjection, AFileThatItsWriterRemovesBeforeItIsOpenedIsNoError) {
+TEST(CheckpointFaultInjection, LoadRetriesIfWriterRemovesFile) {
   const TempDir temp_dir;
   Training run, read;
   CheckpointManager writer(temp_dir.path(), {.max_to_keep = 1}), reader(temp_dir.path());
@@ -580,7 +582,7 @@ TEST(CheckpointFaultInjection, AFileThatItsWriterRemovesBeforeItIsOpenedIsNoErro
   EXPECT_TRUE(read.is(2));
 }
 
-/// Saves in a child that is killed: in a call of `faults`, or after a while.
+/// Saves in a child process that is killed: in a call of `faults`, or after a random time.
 void save_in_killed_child(const std::filesystem::path& directory, int64_t value, Faults faults,
                           std::optional<std::chrono::microseconds> lifetime = std::nullopt) {
   const pid_t child = ::fork();
@@ -602,11 +604,11 @@ void save_in_killed_child(const std::filesystem::path& directory, int64_t value,
   EXPECT_TRUE(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL);
 }
 
-/// The newest is whole, not older than `at_least`, and nothing is corrupt. Returns its value.
-int64_t newest_whole(const std::filesystem::path& directory, int64_t at_least) {
+/// Expects an intact latest checkpoint of at least `at_least`, without warnings. Returns its value.
+int64_t load_intact_latest(const std::filesystem::path& directory, int64_t at_least) {
   std::vector<std::string> warnings;
   Training run(kLarge);
-  CheckpointManager checkpoints(directory, hearing(warnings));
+  CheckpointManager checkpoints(directory, record_warnings(warnings));
   const auto loaded = checkpoints.load_latest(run.state);
   EXPECT_TRUE(loaded && run.is(loaded->step));
   EXPECT_GE(run.position, at_least);
@@ -614,7 +616,7 @@ int64_t newest_whole(const std::filesystem::path& directory, int64_t at_least) {
   return run.position;
 }
 
-TEST(CheckpointKills, AKillInAnyCallLeavesTheOldOrTheNewStateWhole) {
+TEST(CheckpointKills, KillInAnySyscallLeavesIntactCheckpoint) {
   for (const std::string name : {"open", "create", "write", "fsync", "close", "rename", "unlink"}) {
     const TempDir temp_dir;
     Training run(kLarge);
@@ -627,19 +629,19 @@ TEST(CheckpointKills, AKillInAnyCallLeavesTheOldOrTheNewStateWhole) {
     for (int number = 1; number <= (name == "write" ? 8 : 3); ++number) {
       save_in_killed_child(temp_dir.path(), value + 1,
                            {.failing = name, .number = number, .kills = true});
-      value = newest_whole(temp_dir.path(), value);
+      value = load_intact_latest(temp_dir.path(), value);
     }
     CheckpointManager checkpoints(temp_dir.path());
     save(checkpoints, run, value + 1);
-    EXPECT_THAT(temporaries_in(temp_dir.path()), IsEmpty()) << "what the killed ones left";
+    EXPECT_THAT(list_temporaries(temp_dir.path()), IsEmpty()) << "what the killed ones left";
     EXPECT_EQ(checkpoints.checkpoints().size(), 2U);
   }
 }
 
-/// 10 rounds, a second; MEZZO_KILL_ROUNDS says otherwise.
-TEST(CheckpointKills, KillsAtRandomMomentsLeaveAWholeStateThatNeverGoesBack) {
-  const char* const wanted = std::getenv("MEZZO_KILL_ROUNDS");
-  const int rounds = wanted == nullptr ? 10 : std::atoi(wanted);
+/// 10 rounds (1 s), or MEZZO_KILL_ROUNDS.
+TEST(CheckpointKills, RandomKillsLeaveMonotonicIntactCheckpoints) {
+  const char* const kill_rounds = std::getenv("MEZZO_KILL_ROUNDS");
+  const int rounds = kill_rounds == nullptr ? 10 : std::atoi(kill_rounds);
   const TempDir temp_dir;
   Training run(kLarge);
   {
@@ -651,7 +653,7 @@ TEST(CheckpointKills, KillsAtRandomMomentsLeaveAWholeStateThatNeverGoesBack) {
   for (int round = 0; round < rounds; ++round) {
     const std::chrono::microseconds moment(random() % 60000);
     save_in_killed_child(temp_dir.path(), value + 1, {}, moment);
-    value = newest_whole(temp_dir.path(), value);
+    value = load_intact_latest(temp_dir.path(), value);
   }
   EXPECT_GT(value, 1) << "no child lived long enough to save";
 }

@@ -22,7 +22,7 @@ using testing::AllOf;
 using testing::HasSubstr;
 namespace bytes = test_support::pickle_bytes;
 
-/// What loading a pickle of {"x": `value`} throws.
+/// Returns the error of loading a pickle of {"x": `value`}.
 std::string load_error(const std::string& value, const bytes::Records& records = {{"0", "1234"}}) {
   const test_support::TempDir temp_dir;
   const auto file = temp_dir.write("x.pt", bytes::zip(bytes::dict({{"x", value}}), records));
@@ -36,7 +36,8 @@ struct MaliciousFile {
   const char* error;
 };
 
-/// A dict of 60 keys that libtorch's hash table puts into one place: it doubled with each second.
+/// A dict of 60 keys with equal hashes: libtorch's hash table doubled its size with every second
+/// key.
 std::string colliding_keys() {
   constexpr std::uint64_t kFactor = 11400714819323198485ULL;  // of the table's hash
   std::uint64_t inverse = kFactor;
@@ -66,7 +67,7 @@ std::vector<MaliciousFile> malicious_files() {
       {"DictInItself", "}q" + byte(0) + text("a") + "h" + byte(0) + "s", "in itself"},
       {"ListChangedInAnother", "]]q" + byte(0) + "ah" + byte(0) + "K" + byte(1) + "a",
        "in another"},
-      {"KeysThatCollide", colliding_keys(), "chosen to fill memory"},
+      {"KeysThatCollide", colliding_keys(), "hash collisions"},
       {"DeepLists", std::string(1000, ']') + std::string(999, 'a'), "more than 64 deep"},
       {"DeepTuples", ")" + std::string(1000, '\x85'), "more than 64 deep"},
       {"DoubledLists", sharing, ""},
@@ -95,45 +96,47 @@ std::vector<MaliciousFile> malicious_files() {
            "e",
        "more memory"},
       {"ExpandedTensor", tensor(four, 0, {1 << 30}, {0}), "more memory"},
-      {"LongTensor", tensor(storage("FloatStorage", "0", 1), 0, {1000000000}, {1}), "longer than"},
-      {"LongStorage", tensor(storage("FloatStorage", "0", 1000000000), 0, {1}, {1}), "longer than"},
-      {"StrideOutside", tensor(four, 0, {2}, {1000000000}), "longer than"},
-      {"OffsetOutside", tensor(four, 1000000000, {1}, {1}), "longer than"},
+      {"LongTensor", tensor(storage("FloatStorage", "0", 1), 0, {1000000000}, {1}),
+       "out of bounds"},
+      {"LongStorage", tensor(storage("FloatStorage", "0", 1000000000), 0, {1}, {1}),
+       "out of bounds"},
+      {"StrideOutside", tensor(four, 0, {2}, {1000000000}), "out of bounds"},
+      {"OffsetOutside", tensor(four, 1000000000, {1}, {1}), "out of bounds"},
       {"NegativeStride", tensor(four, 0, {1}, {-1}), "size, stride or offset"},
       {"NegativeSize", tensor(four, 0, {-1}, {1}), "size, stride or offset"},
-      {"MoreSizesThanStrides", tensor(four, 0, {1, 1}, {1}), "more sizes than strides"},
-      {"OverflowingShape", tensor(four, 0, {int64_t{1} << 62, 4, 0}, {1, 1, 1}), "longer than"},
+      {"MoreSizesThanStrides", tensor(four, 0, {1, 1}, {1}), "numbers of sizes and strides"},
+      {"OverflowingShape", tensor(four, 0, {int64_t{1} << 62, 4, 0}, {1, 1, 1}), "out of bounds"},
       {"NoTensorButAStorage", four, "a class or a storage"},
       {"QuantizerLongerThanItsBytes",
        quantized(storage("QInt8Storage", "0", 1), {1}, {1}, "per_channel_affine",
                  tensor(four, 0, {1000000000}, {1}) + ones + integer(0)),
-       "longer than"},
+       "out of bounds"},
       {"QuantizerOfAnotherSize",
        quantized(storage("QInt8Storage", "0", 4), {4}, {1}, "per_channel_affine",
                  ones + tensor(storage("LongStorage", "1", 1), 0, {1}, {1}) + integer(0)),
-       "scales do not fit"},
+       "scales do not match"},
       {"QuantizerOfAnotherAxis",
        quantized(storage("QInt8Storage", "0", 1), {1}, {1}, "per_channel_affine",
                  ones + tensor(storage("LongStorage", "1", 1), 0, {1}, {1}) + integer(7)),
-       "scales do not fit"},
+       "scales do not match"},
       {"QuantizedFloats",
        quantized(four, {1}, {1}, "per_tensor_affine", "G" + std::string(8, '\0') + integer(0)),
-       "does not fit its quantizer"},
+       "does not match its quantizer"},
       {"CallOfTheSystem", global("os", "system") + "(" + text("true") + "tR", "it names os.system"},
-      {"CallOfANumber", integer(1) + ")R", "no function"},
+      {"CallOfANumber", integer(1) + ")R", "not a function"},
       {"AttributesOfAList", "]}b", "attributes"},
-      {"ObjectAsAName", "}])s", "a name that is a list"},
+      {"ObjectAsAName", "}])s", "a key that is a list"},
       {"LongInteger", "\x8a\x09" + std::string(9, '\1'), "integer of 9 bytes"},
-      {"UnknownInstruction", "I1\n", "instruction 73"},
-      {"NothingToAppendTo", "a", "no list"},
-      {"MemoWithoutValue", "h" + byte(9), "recalls"},
+      {"UnknownInstruction", "I1\n", "opcode 73"},
+      {"NothingToAppendTo", "a", "not a list"},
+      {"MemoWithoutValue", "h" + byte(9), "memo entry"},
       {"MarkThatIsMissing", "t", "lacks a mark"},
-      {"TextThatIsCutOff", "X" + number(0xFFFFFFFF, 4) + "a", "cut off"},
+      {"TextThatIsCutOff", "X" + number(0xFFFFFFFF, 4) + "a", "truncated"},
       {"RecordThatIsMissing", tensor(storage("FloatStorage", "none", 1), 0, {1}, {1}), "data/none"},
   };
 }
 
-TEST(CheckpointMaliciousFile, IsRefused) {
+TEST(CheckpointMaliciousFile, ThrowsWithoutChanges) {
   for (const MaliciousFile& file : malicious_files()) {
     const std::string error = load_error(file.value, {{"0", "1234"}, {"1", std::string(8, '\0')}});
     EXPECT_THAT(error, testing::ContainsRegex(file.error)) << file.name;
@@ -141,7 +144,7 @@ TEST(CheckpointMaliciousFile, IsRefused) {
   }
 }
 
-/// An object of a user's own, in an archive.
+/// A user-defined object that serializes through an archive.
 struct Archived {
   friend auto& operator<<(torch::serialize::OutputArchive& archive, const Archived& /*object*/) {
     archive.write("x", at::zeros({1}));
@@ -152,8 +155,8 @@ struct Archived {
   }
 };
 
-// Each name that is added to an archive is compared with all that it has.
-TEST(CheckpointMaliciousFile, ObjectOfTooManyEntriesIsRefused) {
+// Adding a name to an archive takes time linear in its size.
+TEST(CheckpointMaliciousFile, ThrowsForTooManyEntries) {
   std::vector<std::pair<std::string, std::string>> entries;
   for (int i = 0; i < 20000; ++i) entries.emplace_back(std::to_string(i), "}");
   const test_support::TempDir temp_dir;
@@ -166,8 +169,8 @@ TEST(CheckpointMaliciousFile, ObjectOfTooManyEntriesIsRefused) {
               HasSubstr("too many entries"));
 }
 
-// It indexed an empty list of groups, and ended the process.
-TEST(CheckpointMaliciousFile, OptimizerWithParametersAndNoGroupsThrows) {
+// Regression test: an empty list of groups was indexed.
+TEST(CheckpointMaliciousFile, ThrowsForOptimizerWithoutGroups) {
   const test_support::TempDir temp_dir;
   const std::string state = bytes::dict(
       {{"state", "}"}, {"param_groups", "]"}, {"parameters", "]]" + bytes::text("") + "aa"}});
@@ -176,11 +179,11 @@ TEST(CheckpointMaliciousFile, OptimizerWithParametersAndNoGroupsThrows) {
   EXPECT_THAT(test_support::message_of([&] {
                 mezzo::load_checkpoint(file, mezzo::TrainingState().add("optimizer", optimizer));
               }),
-              testing::HasSubstr("it has 0 groups in the file, and 1 here"));
+              testing::HasSubstr("0 in the checkpoint, 1 in the current optimizer"));
 }
 
-// Operations on them would read outside of their memory.
-TEST(CheckpointMaliciousFile, SparseTensorsWithIndicesBeyondTheirSizeAreRefused) {
+// Operations on them would read out of bounds.
+TEST(CheckpointMaliciousFile, ThrowsForSparseIndicesOutOfBounds) {
   using namespace bytes;
   const std::string index = tensor(storage("LongStorage", "1", 1), 0, {1}, {1});
   const std::string value = tensor(storage("FloatStorage", "2", 1), 0, {1}, {1});
@@ -196,7 +199,7 @@ TEST(CheckpointMaliciousFile, SparseTensorsWithIndicesBeyondTheirSizeAreRefused)
   EXPECT_THAT(error(1, {1}, coo + value), HasSubstr("127"));
 }
 
-TEST(CheckpointMaliciousFile, RecordsThatOverlapAreRefused) {
+TEST(CheckpointMaliciousFile, ThrowsForOverlappingRecords) {
   const test_support::TempDir temp_dir;
   bytes::Records records{{"0", std::string(4000, 'x')}};
   std::string tensors = "](";
@@ -213,14 +216,14 @@ TEST(CheckpointMaliciousFile, RecordsThatOverlapAreRefused) {
     zip.replace(entry(i) + 20, 8, zip, entry(0) + 20, 8);
     zip.replace(entry(i) + 42, 4, zip, entry(0) + 42, 4);
   }
-  --zip[zip.find("archive/data/0") - 2];  // its content begins at an odd address, and is copied
+  --zip[zip.find("archive/data/0") - 2];  // misaligned, so that it is copied
   const auto file = temp_dir.write("x.pt", zip);
   at::Tensor x;
   EXPECT_THAT(message_of([&] { mezzo::load_checkpoint(file, mezzo::TrainingState().add("x", x)); }),
-              HasSubstr("records that overlap"));
+              HasSubstr("overlapping records"));
 }
 
-TEST(CheckpointMaliciousFile, ZipThatClaimsMoreThanItHasIsRefused) {
+TEST(CheckpointMaliciousFile, ThrowsForOversizedZipEntries) {
   const test_support::TempDir temp_dir;
   at::Tensor x;
   const std::string whole = bytes::zip(

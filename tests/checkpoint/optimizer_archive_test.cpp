@@ -116,14 +116,14 @@ std::vector<Class> classes() {
   };
 }
 
-/// Returns whether archives of the two classes are indistinguishable: libtorch's name no class, and
-/// those of Adam and AdamW have the same keys.
+/// Returns whether archives of the two classes are indistinguishable: libtorch's archives store no
+/// class, and those of Adam and AdamW have the same keys.
 bool look_alike(const Class& saved, const Class& loaded) {
   const std::string a = saved.name, b = loaded.name;
   return !saved.is_mezzos && (a == "Adam" || a == "AdamW") && (b == "Adam" || b == "AdamW");
 }
 
-TEST(OptimizerArchive, ArchiveOfAnotherClassChangesNothing) {
+TEST(OptimizerArchive, OtherClassArchiveThrowsWithoutChanges) {
   for (const Class& saved : classes()) {
     Training source(saved.make);
     source.step();
@@ -142,7 +142,7 @@ TEST(OptimizerArchive, ArchiveOfAnotherClassChangesNothing) {
   }
 }
 
-TEST(OptimizerArchive, CheckpointOfAnotherClassChangesNothing) {
+TEST(OptimizerArchive, OtherClassCheckpointThrowsWithoutChanges) {
   const TempDir temp_dir;
   const auto file = temp_dir / "state.pt";
   for (const Class& saved : classes()) {
@@ -170,7 +170,7 @@ TEST(OptimizerArchive, CheckpointOfAnotherClassChangesNothing) {
   }
 }
 
-TEST(OptimizerArchive, ArchiveBeforeTheFirstStepDropsMoments) {
+TEST(OptimizerArchive, LoadBeforeFirstStepClearsMoments) {
   for (const Class& one : classes()) {
     if (!one.is_mezzos) continue;
     Training fresh(one.make), run(one.make), twin(one.make);
@@ -184,14 +184,14 @@ TEST(OptimizerArchive, ArchiveBeforeTheFirstStepDropsMoments) {
   }
 }
 
-TEST(OptimizerArchive, NegativeCountIsRefused) {
+TEST(OptimizerArchive, ThrowsForNegativeStepCount) {
   for (const Class& one : classes()) {
     if (!one.is_mezzos || std::string(one.name) == "Muon") continue;  // counts no steps
     Training source(one.make), run(one.make);
     source.step(), run.step();
     torch::serialize::OutputArchive archive;
     source.optimizer->save(archive);
-    // The count in the last group: an eager loader would have loaded the first by then.
+    // In the last group: a loader without prior checks would have loaded the first one.
     auto& module = mezzo::detail::get_module(archive);
     const std::string id =
         std::to_string(reinterpret_cast<std::uintptr_t>(source.weights[1].unsafeGetTensorImpl()));
@@ -204,8 +204,8 @@ TEST(OptimizerArchive, NegativeCountIsRefused) {
   }
 }
 
-// libtorch reads a number from the name of a state: "07" would be found under 7.
-TEST(OptimizerArchive, StateUnderAnotherSpellingIsRefused) {
+// libtorch parses the keys of states as integers: "07" would be read as 7.
+TEST(OptimizerArchive, ThrowsForMisspelledStateKey) {
   Training source(classes().front().make), run(classes().front().make);
   source.step(), run.step();
   torch::serialize::OutputArchive archive;
@@ -221,7 +221,7 @@ TEST(OptimizerArchive, StateUnderAnotherSpellingIsRefused) {
   EXPECT_EQ(run.bits(), before);
 }
 
-TEST(OptimizerArchive, StateOfAnotherClassIsRefusedByTheStep) {
+TEST(OptimizerArchive, StepThrowsForOtherClassState) {
   Training lamb(classes()[4].make), muon(classes()[5].make), bits8(classes()[6].make);
   lamb.step(), muon.step(), bits8.step();
   const auto error_after_copy = [](Training& from, Training& to) {
@@ -305,12 +305,12 @@ std::vector<PythonFile> python_files() {
       {"MomentIsText",
        python_state(dict({{"step", kOne}, {"exp_avg", bytes::text("a")}, {"exp_avg_sq", kFour}}),
                     adamw),
-       "no tensor"},
-      {"OptionIsText", python_state(moments, of_text), "another class|damaged|uple"},
+       "not a tensor"},
+      {"OptionIsText", python_state(moments, of_text), "another class|corrupt|uple"},
   };
 }
 
-TEST(OptimizerFromPython, OtherStateIsRefusedAndChangesNothing) {
+TEST(OptimizerFromPython, InvalidStateThrowsWithoutChanges) {
   const TempDir temp_dir;
   for (const Class& loaded : {classes()[0], classes()[7]}) {
     for (const PythonFile& saved : python_files()) {
@@ -350,7 +350,7 @@ TEST(OptimizerFromPython, OtherStateIsRefusedAndChangesNothing) {
 
 // --- Masters -------------------------------------------------------------------------------------
 
-TEST(MasterWeightsArchive, OptionsWithoutARateLoad) {
+TEST(MasterWeightsArchive, LoadsOptionsWithoutLr) {
   struct Options : torch::optim::OptimizerCloneableOptions<Options> {
     Options(double = 0) {}
     void serialize(torch::serialize::InputArchive&) override {}
@@ -376,7 +376,7 @@ TEST(MasterWeightsArchive, OptionsWithoutARateLoad) {
   EXPECT_EQ(message_of([&] { torch::load(masters, stream); }), "no error");
 }
 
-TEST(MasterWeightsArchive, ArchiveOfAnotherInnerClassChangesNothing) {
+TEST(MasterWeightsArchive, OtherInnerClassThrowsWithoutChanges) {
   const auto weight = torch::ones({2}, torch::kBFloat16).requires_grad_();
   torch::optim::SGD sgd({weight}, torch::optim::SGDOptions(0.1).momentum(0.9));
   torch::optim::RMSprop rmsprop({weight}, 0.1);

@@ -1,4 +1,4 @@
-// An optimizer takes from a checkpoint the state of its own class and parameters, and no other.
+// An optimizer loads only the state of its class and parameters.
 
 #include <mezzo/checkpoint/checkpoint.h>
 #include <mezzo/optim/adamw.h>
@@ -31,7 +31,7 @@ using test_support::TempDir;
 using testing::AllOf;
 using testing::HasSubstr;
 
-/// Two square layers, so that each has a parameter of the other's shapes.
+/// Two square layers, whose parameters have equal shapes.
 torch::nn::Sequential make_model(at::ScalarType dtype) {
   torch::nn::Sequential model(torch::nn::Linear(3, 3), torch::nn::Linear(3, 3));
   model->to(dtype);
@@ -39,15 +39,15 @@ torch::nn::Sequential make_model(at::ScalarType dtype) {
 }
 
 template <class Optimizer>
-void take_a_step(const torch::nn::Sequential& model, Optimizer& optimizer) {
+void take_step(const torch::nn::Sequential& model, Optimizer& optimizer) {
   for (const torch::Tensor& parameter : model->parameters()) {
     parameter.mutable_grad() = torch::rand_like(parameter);
   }
   optimizer.step();
 }
 
-/// What loading a state with `loaded` throws, from a file with `saved`, each of its own model; if
-/// it throws, the model is as it was.
+/// Saves `saved`, and returns the error of loading it into `loaded`, which must not change if it
+/// throws.
 template <class Make, class MakeOther>
 std::string error_between(const Make& make, const MakeOther& make_other,
                           at::ScalarType dtype = torch::kFloat) {
@@ -55,8 +55,8 @@ std::string error_between(const Make& make, const MakeOther& make_other,
   torch::nn::Sequential model = make_model(dtype), other = make_model(dtype);
   auto saved = make(model->parameters());
   auto loaded = make_other(other->parameters());
-  take_a_step(model, saved);
-  take_a_step(other, loaded);
+  take_step(model, saved);
+  take_step(other, loaded);
   const std::size_t states = loaded.state().size();
   const torch::Tensor before = other->parameters()[0].detach().clone();
   const auto file = CheckpointManager(temp_dir.path())
@@ -69,7 +69,7 @@ std::string error_between(const Make& make, const MakeOther& make_other,
     EXPECT_TRUE(torch::equal(other->parameters()[0], before)) << error;
     EXPECT_EQ(loaded.state().size(), states);
   }
-  take_a_step(other, loaded);
+  take_step(other, loaded);
   return error;
 }
 
@@ -87,11 +87,13 @@ auto making(WeightStorage storage) {
   };
 }
 
-TEST(CheckpointOptimizerIdentity, AnOptimizerTakesNoStateOfAnotherClass) {
+TEST(CheckpointOptimizerIdentity, ThrowsForOtherClass) {
   using mezzo::optim::AdamW;
   const auto is_refused = [](const std::string& saved, const std::string& here) {
-    return AllOf(HasSubstr("of the class " + saved + " in the file, and " + here + " here"),
-                 HasSubstr("nothing was loaded"), HasSubstr("make the optimizer as it was saved"));
+    return AllOf(HasSubstr("class mismatch: " + saved + " in the checkpoint, " + here +
+                           " in the current state"),
+                 HasSubstr("nothing was loaded"),
+                 HasSubstr("construct an optimizer of the saved class"));
   };
   EXPECT_THAT(error_between(making<AdamW>(), making<mezzo::optim::Adam>()),
               is_refused("AdamW", "Adam"));
@@ -105,7 +107,7 @@ TEST(CheckpointOptimizerIdentity, AnOptimizerTakesNoStateOfAnotherClass) {
               is_refused("Adam", "AdamW"));
 }
 
-TEST(CheckpointOptimizerIdentity, MezzosAndLibtorchsOptimizerOfOneNameTakeEachOthersState) {
+TEST(CheckpointOptimizerIdentity, MezzoAndTorchStateAreInterchangeable) {
   EXPECT_EQ(error_between(making<mezzo::optim::AdamW>(), making<torch::optim::AdamW>()),
             "no error");
   EXPECT_EQ(error_between(making<torch::optim::AdamW>(), making<mezzo::optim::AdamW>()),
@@ -117,7 +119,7 @@ TEST(CheckpointOptimizerIdentity, MezzosAndLibtorchsOptimizerOfOneNameTakeEachOt
             "no error");
 }
 
-TEST(CheckpointOptimizerIdentity, MasterWeightsAreNamedWithWhatTheyStep) {
+TEST(CheckpointOptimizerIdentity, ReportsInnerOptimizerOfMasterWeights) {
   const TempDir temp_dir;
   torch::nn::Sequential model = make_model(torch::kBFloat16);
   torch::optim::SGD sgd(model->parameters(), {0.1});
@@ -129,28 +131,29 @@ TEST(CheckpointOptimizerIdentity, MasterWeightsAreNamedWithWhatTheyStep) {
     return message_of(
         [&] { mezzo::load_checkpoint(file, TrainingState().add("optimizer", optimizer)); });
   };
-  EXPECT_THAT(error(other_masters), HasSubstr("MasterWeights of SGD in the file, and "
-                                              "MasterWeights of RMSprop here"));
-  EXPECT_THAT(error(sgd), HasSubstr("MasterWeights of SGD in the file, and SGD here"));
+  EXPECT_THAT(error(other_masters), HasSubstr("MasterWeights of SGD in the checkpoint, "
+                                              "MasterWeights of RMSprop in the current state"));
+  EXPECT_THAT(error(sgd),
+              HasSubstr("MasterWeights of SGD in the checkpoint, SGD in the current state"));
   EXPECT_EQ(error(masters), "no error");
 }
 
-TEST(CheckpointOptimizerIdentity, WeightStoredInOneWayIsNotLoadedAsStoredInAnother) {
+TEST(CheckpointOptimizerIdentity, ThrowsForOtherWeightStorage) {
   const auto error = [](WeightStorage saved, WeightStorage loaded, at::ScalarType dtype) {
     return error_between(making(saved), making(loaded), dtype);
   };
   EXPECT_THAT(
       error(WeightStorage::split_master, WeightStorage::stochastic_rounding, torch::kBFloat16),
-      HasSubstr("the weight storage is split_master in the file, and stochastic_rounding "
-                "here"));
+      HasSubstr("weight storage mismatch: split_master in the checkpoint, stochastic_rounding in "
+                "the current optimizer"));
   EXPECT_THAT(error(WeightStorage::fp32_master, WeightStorage::split_master, torch::kBFloat16),
-              HasSubstr("is fp32_master in the file"));
+              HasSubstr("fp32_master in the checkpoint"));
   EXPECT_EQ(error(WeightStorage::plain, WeightStorage::fp32_master, torch::kBFloat16), "no error");
   EXPECT_EQ(error(WeightStorage::fp32_master, WeightStorage::plain, torch::kFloat), "no error")
       << "weights of float are stored in one way only";
 }
 
-TEST(CheckpointOptimizerIdentity, PlainWeightsGoOnInAnyStorage) {
+TEST(CheckpointOptimizerIdentity, PlainWeightsLoadIntoAnyStorage) {
   const auto storage_after_load = [](WeightStorage storage) {
     const TempDir temp_dir;
     torch::nn::Sequential model = make_model(torch::kBFloat16),
@@ -168,26 +171,26 @@ TEST(CheckpointOptimizerIdentity, PlainWeightsGoOnInAnyStorage) {
   }
 }
 
-TEST(CheckpointOptimizerIdentity, ParametersInAnotherOrderAreNamed) {
+TEST(CheckpointOptimizerIdentity, ThrowsForReorderedParameters) {
   const auto turned = [](std::vector<torch::Tensor> parameters) {
     std::rotate(parameters.begin(), parameters.begin() + 2, parameters.end());
     return torch::optim::AdamW(std::move(parameters), {1e-3});
   };
   EXPECT_THAT(error_between(making<torch::optim::AdamW>(), turned),
-              AllOf(HasSubstr("parameter 0 of group 0 is [3, 3] model.0.weight in the file, and "
-                              "[3, 3] model.1.weight here"),
+              AllOf(HasSubstr("size mismatch for parameter 0 of group 0: [3, 3] model.0.weight in "
+                              "the checkpoint, [3, 3] model.1.weight in the current optimizer"),
                     HasSubstr("the order")));
   const auto fewer = [](std::vector<torch::Tensor> parameters) {
     parameters.pop_back();
     return torch::optim::AdamW(std::move(parameters), {1e-3});
   };
   EXPECT_THAT(error_between(making<torch::optim::AdamW>(), fewer),
-              HasSubstr("group 0 has 4 parameters in the file, and 3 here"));
+              HasSubstr("group 0 has 4 parameters in the checkpoint, 3 in the current optimizer"));
   EXPECT_THAT(error_between(fewer, making<torch::optim::AdamW>()),
-              HasSubstr("group 0 has 3 parameters in the file, and 4 here"));
+              HasSubstr("group 0 has 3 parameters in the checkpoint, 4 in the current optimizer"));
 }
 
-TEST(CheckpointOptimizerIdentity, WithoutNamesShapesAreCompared) {
+TEST(CheckpointOptimizerIdentity, ComparesShapesWithoutNames) {
   const TempDir temp_dir;
   torch::nn::Linear model(3, 2);
   std::vector<torch::Tensor> parameters = model->parameters();
@@ -203,12 +206,13 @@ TEST(CheckpointOptimizerIdentity, WithoutNamesShapesAreCompared) {
                              {.ignore_unexpected = true});
     });
   };
-  EXPECT_THAT(error(loaded), HasSubstr("parameter 0 of group 0 is [2, 3] model.weight in the file, "
-                                       "and [2] here"));
+  EXPECT_THAT(error(loaded),
+              HasSubstr("size mismatch for parameter 0 of group 0: [2, 3] model.weight in "
+                        "the checkpoint, [2] in the current optimizer"));
   EXPECT_EQ(error(saved), "no error");
 }
 
-TEST(CheckpointOptimizerIdentity, AParameterOfTwoModulesIsKnownWhateverTheirOrder) {
+TEST(CheckpointOptimizerIdentity, SharedParameterIsIndependentOfModuleOrder) {
   const TempDir temp_dir;
   torch::nn::Sequential model = make_model(torch::kFloat);
   torch::nn::Module& layer = *model->ptr(0);

@@ -1,4 +1,4 @@
-// Files go to Python as they are, and come from it.
+// Checkpoints that Python reads and writes.
 
 #include <mezzo/checkpoint/checkpoint.h>
 #include <mezzo/optim/adamw.h>
@@ -41,13 +41,13 @@ using testing::HasSubstr;
 
 // --- From Python -------------------------------------------------------------------------------
 
-/// data/python.py wrote it with PyTorch.
+/// Written by data/python.py with PyTorch.
 const std::filesystem::path& python_file() {
   static const std::filesystem::path path(MEZZO_CHECKPOINT_TEST_DATA "/python.pt");
   return path;
 }
 
-/// What Python came to afterwards.
+/// Python's results of the following steps.
 c10::IValue python_next(const std::string& key) {
   std::ifstream file(MEZZO_CHECKPOINT_TEST_DATA "/python_next.pt", std::ios::binary);
   const c10::IValue next = torch::pickle_load({std::istreambuf_iterator<char>(file), {}});
@@ -65,13 +65,13 @@ torch::nn::Sequential python_model() {
                                torch::nn::Linear(2, 1));
 }
 
-/// Python's two groups.
+/// The two param groups of data/python.py.
 std::vector<torch::optim::OptimizerParamGroup> groups_of(const torch::nn::Sequential& model) {
   const auto all = model->parameters();
   return {{{all[0], all[1], all[2], all[3]}}, {{all[4], all[5]}}};
 }
 
-/// Loads the model and, in a dtype, the optimizer, and goes on with Python's gradients.
+/// Loads the model and, in a dtype, the optimizer, and steps with Python's gradients.
 template <class Optimizer, class... Options>
 void expect_to_go_on(const std::string& name, torch::ScalarType dtype, const Options&... options) {
   auto model = python_model();
@@ -102,7 +102,7 @@ void expect_to_go_on(const std::string& name, torch::ScalarType dtype, const Opt
   }
 }
 
-TEST(CheckpointFromPython, OptimizersGoOn) {
+TEST(CheckpointFromPython, OptimizersResume) {
   using torch::kFloat;
   expect_to_go_on<mezzo::optim::AdamW>("adamw", kFloat, mezzo::optim::AdamWOptions());
   expect_to_go_on<torch::optim::AdamW>("adamw", kFloat, torch::optim::AdamWOptions());
@@ -114,14 +114,14 @@ TEST(CheckpointFromPython, OptimizersGoOn) {
   }
 }
 
-TEST(CheckpointFromPython, AdamWGoesOnInSplitWeights) {
+TEST(CheckpointFromPython, AdamWResumesWithSplitMaster) {
   const mezzo::optim::WeightStorageOptions split{.weight_storage =
                                                      mezzo::optim::WeightStorage::split_master};
   expect_to_go_on<mezzo::optim::AdamW>("adamw", torch::kBFloat16, torch::optim::AdamWOptions(),
                                        split);
 }
 
-TEST(CheckpointFromPython, NumbersAndStringsComeToo) {
+TEST(CheckpointFromPython, LoadsNumbersAndStrings) {
   std::int64_t epoch = 0, large = 0;
   double best = 0;
   std::string name;
@@ -134,41 +134,44 @@ TEST(CheckpointFromPython, NumbersAndStringsComeToo) {
   EXPECT_EQ(name, "B\xC3\xA4r");
 }
 
-TEST(CheckpointFromPython, WhatDoesNotFitIsNamedAndNothingChanges) {
+TEST(CheckpointFromPython, MismatchThrowsWithoutChanges) {
   auto model = python_model();
   const auto error = [&](auto optimizer, const std::string& name) {
-    std::string words = message_of([&] {
+    std::string message = message_of([&] {
       mezzo::load_checkpoint(python_file(), TrainingState().add(name, optimizer),
                              {.ignore_unexpected = true});
     });
     EXPECT_TRUE(optimizer.state().empty());
     EXPECT_EQ(optimizer.param_groups()[0].options().get_lr(), 0.5);
-    return words;
+    return message;
   };
   using torch::optim::AdamW;
   EXPECT_THAT(error(AdamW(model->parameters(), 0.5), "adamw_optimizer"),
-              HasSubstr("it has 2 groups in the file, and 1 here"));
+              HasSubstr("a different number of parameter groups: 2 in the checkpoint, 1 in the "
+                        "current optimizer"));
   auto turned = groups_of(model);
   std::swap(turned[0].params()[0], turned[0].params()[1]);
-  EXPECT_THAT(error(AdamW(turned, 0.5), "adamw_optimizer"),
-              HasSubstr("parameter 0 of group 0 is [2, 3] in the file, and [2] here"));
+  EXPECT_THAT(
+      error(AdamW(turned, 0.5), "adamw_optimizer"),
+      HasSubstr("size mismatch for parameter 0 of group 0: [2, 3] in the checkpoint, [2] in the "
+                "current optimizer"));
   auto fewer = groups_of(model);
   fewer[0].params().pop_back();
   EXPECT_THAT(error(AdamW(fewer, 0.5), "adamw_optimizer"),
-              HasSubstr("group 0 has 4 parameters in the file, and 3 here"));
+              HasSubstr("group 0 has 4 parameters in the checkpoint, 3 in the current optimizer"));
   EXPECT_THAT(error(AdamW(groups_of(model), 0.5), "adam_optimizer"),
-              HasSubstr("it is the state of Adam in the file, and of AdamW here"));
+              HasSubstr("class mismatch: Adam in the checkpoint, AdamW in the current state"));
   EXPECT_THAT(error(AdamW(groups_of(model), 0.5), "adamw_model"),
-              HasSubstr("and an optimizer's state here"));
+              HasSubstr("an optimizer's state in the current state"));
   torch::nn::Linear other(3, 2);
   EXPECT_THAT(message_of([&] {
                 mezzo::load_checkpoint(python_file(), TrainingState().add("adamw_model", other),
                                        {.ignore_unexpected = true});
               }),
-              HasSubstr("the file lacks \"weight\""));
+              HasSubstr("Missing key(s) in state_dict: \"weight\""));
 }
 
-/// Writes what Python writes of an optimizer that may maximize; returns what loading it throws.
+/// Writes an optimizer state as Python does, with `maximize`; returns the error of loading it.
 template <class Optimizer>
 std::string error_of_loading_maximize(Optimizer optimizer, bool maximizes) {
   const auto dict = [] {
@@ -195,13 +198,14 @@ std::string error_of_loading_maximize(Optimizer optimizer, bool maximizes) {
   });
 }
 
-TEST(CheckpointFromPython, AnOptimizerThatMaximizesThrows) {
+TEST(CheckpointFromPython, ThrowsForMaximizingOptimizer) {
   const std::vector<torch::Tensor> weight{torch::ones({2})};
   for (const bool maximizes : {true, false}) {
     for (const std::string& error :
          {error_of_loading_maximize(mezzo::optim::AdamW(weight), maximizes),
           error_of_loading_maximize(torch::optim::AdamW(weight), maximizes)}) {
-      EXPECT_EQ(error.find("in C++ does not maximize") != std::string::npos, maximizes) << error;
+      EXPECT_EQ(error.find("in C++ does not support maximize") != std::string::npos, maximizes)
+          << error;
     }
   }
 }
@@ -210,7 +214,7 @@ TEST(CheckpointFromPython, AnOptimizerThatMaximizesThrows) {
 
 #ifdef MEZZO_PYTHON_WITH_TORCH
 
-/// Runs a Python program, and returns what it prints, and its errors.
+/// Runs a Python program, and returns its output and errors.
 std::string output_of_python(const std::string& program, const std::filesystem::path& file) {
   const test_support::TempDir temp_dir;
   const auto script = temp_dir.path() / "script.py";
@@ -226,7 +230,7 @@ std::string output_of_python(const std::string& program, const std::filesystem::
   return output + "status " + std::to_string(::pclose(pipe));
 }
 
-TEST(CheckpointInPython, AModelIsAStateDictAndTheRestIsReadable) {
+TEST(CheckpointInPython, TorchLoadReadsEveryObject) {
   const test_support::TempDir temp_dir;
   torch::nn::Linear layer(3, 2);
   torch::nn::Sequential model(layer, torch::nn::BatchNorm1d(2));
@@ -272,7 +276,7 @@ with zipfile.ZipFile(sys.argv[1]) as archive:
             "status 0");
 }
 
-/// Steps twice, saves, steps once more here and in Python, and compares.
+/// Steps twice, saves, and compares one more step in C++ and in Python.
 template <class Optimizer, class Options>
 void expect_to_go_on_in_python(const std::string& python_class, const Options& options) {
   const test_support::TempDir temp_dir;
@@ -309,7 +313,7 @@ print(*(f"{x:.6f}" for x in weight.tolist()))
   EXPECT_EQ(output_of_python(program, file), expected.data()) << python_class;
 }
 
-TEST(CheckpointInPython, OptimizersGoOnAsTheyAre) {
+TEST(CheckpointInPython, OptimizersResume) {
   const auto adamw = torch::optim::AdamWOptions(0.1).betas({0.8, 0.99}).amsgrad(true);
   const auto adam = torch::optim::AdamOptions(0.1).weight_decay(0.125);
   const auto sgd = torch::optim::SGDOptions(0.1).momentum(0.5);
@@ -325,11 +329,11 @@ TEST(CheckpointInPython, OptimizersGoOnAsTheyAre) {
 
 #endif
 
-// --- A state_dict alone --------------------------------------------------------------------------
+// --- Bare state_dict -----------------------------------------------------------------------------
 
 namespace bytes = test_support::pickle_bytes;
 
-/// The file of `torch.save(model.state_dict(), path)`: an OrderedDict with attributes.
+/// A file as `torch.save(model.state_dict(), path)` writes it: an OrderedDict with attributes.
 std::string bare_state_dict() {
   const auto tensor = [](const char* key, std::int64_t count,
                          const std::vector<std::int64_t>& sizes,
@@ -344,7 +348,7 @@ std::string bare_state_dict() {
       {{"0", std::string(24, '\0')}, {"1", std::string("\0\0\x80\x3f\1\0\x80\x3f", 8)}});
 }
 
-TEST(StateDict, OfPythonLoadsIntoTheOnlyModule) {
+TEST(StateDict, LoadsPythonFile) {
   const test_support::TempDir temp_dir;
   const auto file = temp_dir.write("model.pt", bare_state_dict());
   torch::nn::Linear model(3, 2), other(3, 2);
@@ -355,8 +359,10 @@ TEST(StateDict, OfPythonLoadsIntoTheOnlyModule) {
     EXPECT_EQ(loaded->weight.abs().max().item<float>(), 0);
     EXPECT_EQ(loaded->bias[0].item<float>(), 1);
   }
-  EXPECT_THAT(message_of([&] { mezzo::load_state_dict(file, wide); }),
-              HasSubstr("\"weight\" is float32 [2, 3] in the file, and float32 [2, 4] here"));
+  EXPECT_THAT(
+      message_of([&] { mezzo::load_state_dict(file, wide); }),
+      HasSubstr("size mismatch for weight: float32 [2, 3] in the checkpoint, float32 [2, 4] in the "
+                "current model"));
   torch::optim::SGD optimizer(model->parameters(), 0.1);
   EXPECT_THAT(message_of([&] {
                 mezzo::load_checkpoint(
@@ -365,7 +371,7 @@ TEST(StateDict, OfPythonLoadsIntoTheOnlyModule) {
               HasSubstr("it lacks \"model\", \"optimizer\""));
 }
 
-TEST(StateDict, OfFloatsIsCastWithAWarning) {
+TEST(StateDict, CastsFloat32WithWarning) {
   const test_support::TempDir temp_dir;
   const auto file = temp_dir.write("model.pt", bare_state_dict());
   torch::nn::Linear model(3, 2);
@@ -379,7 +385,7 @@ TEST(StateDict, OfFloatsIsCastWithAWarning) {
                   AllOf(HasSubstr("2 tensors"), HasSubstr("\"weight\" from float32 to bfloat16"))));
 }
 
-TEST(StateDict, ThatIsSavedLoadsAgain) {
+TEST(StateDict, RoundTrips) {
   const test_support::TempDir temp_dir;
   const auto file = temp_dir / "model.pt";
   torch::nn::Sequential saved(torch::nn::Linear(3, 2), torch::nn::BatchNorm1d(2));

@@ -1,4 +1,4 @@
-// What goes into a checkpoint comes back: bit for bit, all of it or nothing.
+// Resumed runs are bitwise identical to uninterrupted ones.
 
 #include <mezzo/checkpoint/checkpoint.h>
 #include <mezzo/optim/adamw.h>
@@ -34,7 +34,7 @@ mezzo::optim::AdamW make(std::vector<torch::Tensor> parameters, WeightStorage st
                              {.weight_storage = storage, .seed = 7});
 }
 
-/// A run with dropout, a scaler that grows and skips, a schedule and averages.
+/// A run with dropout, growth and backoff of the loss scale, a schedule and averages.
 template <class Optimizer>
 class InterruptedTraining {
  public:
@@ -67,7 +67,7 @@ class InterruptedTraining {
     ++position;
   }
 
-  /// All that training has come to.
+  /// The whole training state.
   std::vector<torch::Tensor> outcome() {
     std::vector<torch::Tensor> all = test_support::clone_all(model->parameters());
     for (const auto& tensor : model->buffers()) all.push_back(tensor.clone());
@@ -95,9 +95,10 @@ class InterruptedTraining {
   at::ScalarType dtype_;
 };
 
-/// Trains through, and again from another beginning with a checkpoint of the middle.
+/// Compares an uninterrupted run with one that resumes from a checkpoint, after another
+/// initialization.
 template <class Optimizer, class MakeOptimizer>
-void expect_same_bits_after_resuming(at::ScalarType dtype, MakeOptimizer make_optimizer) {
+void expect_bitwise_resume(at::ScalarType dtype, MakeOptimizer make_optimizer) {
   const TempDir temp_dir;
   torch::manual_seed(1);
   InterruptedTraining<Optimizer> whole(dtype, make_optimizer);
@@ -108,7 +109,7 @@ void expect_same_bits_after_resuming(at::ScalarType dtype, MakeOptimizer make_op
 
   torch::manual_seed(2);
   InterruptedTraining<Optimizer> resumed(dtype, make_optimizer);
-  resumed.step();  // has state of its own, which must leave no trace
+  resumed.step();  // its state must be replaced completely
   const auto loaded = CheckpointManager(temp_dir.path()).load_latest(resumed.state);
   ASSERT_TRUE(loaded);
   EXPECT_EQ(loaded->step, 9);
@@ -117,22 +118,22 @@ void expect_same_bits_after_resuming(at::ScalarType dtype, MakeOptimizer make_op
   EXPECT_THAT(resumed.outcome(), BitwiseEqual(expected));
 }
 
-TEST(CheckpointResume, IsBitExactWithMezzosAdamW) {
+TEST(CheckpointResume, BitwiseIdenticalWithMezzoAdamW) {
   for (const auto storage : {WeightStorage::plain, WeightStorage::fp32_master,
                              WeightStorage::split_master, WeightStorage::stochastic_rounding}) {
-    expect_same_bits_after_resuming<mezzo::optim::AdamW>(
+    expect_bitwise_resume<mezzo::optim::AdamW>(
         storage == WeightStorage::plain ? torch::kFloat : torch::kBFloat16,
         [storage](auto parameters) { return make(parameters, storage); });
   }
 }
 
-TEST(CheckpointResume, IsBitExactWithLibtorchsAdamW) {
-  expect_same_bits_after_resuming<torch::optim::AdamW>(torch::kFloat, [](auto parameters) {
+TEST(CheckpointResume, BitwiseIdenticalWithTorchAdamW) {
+  expect_bitwise_resume<torch::optim::AdamW>(torch::kFloat, [](auto parameters) {
     return torch::optim::AdamW(parameters, torch::optim::AdamWOptions(1e-2));
   });
 }
 
-/// One layer in two places, whose averages are of masters that another optimizer than mezzo's has.
+/// A tied layer, with averages of the masters of a MasterWeights over a torch optimizer.
 struct Mastered {
   Mastered() {
     scaler.on_skip(nullptr);
@@ -164,7 +165,7 @@ struct Mastered {
   TrainingState state;
 };
 
-TEST(CheckpointResume, IsBitExactWithMasterWeightsTheirAveragesAndTiedLayers) {
+TEST(CheckpointResume, BitwiseIdenticalWithMasterWeightsAndEma) {
   const TempDir temp_dir;
   torch::manual_seed(3);
   Mastered whole, resumed;
@@ -181,7 +182,7 @@ TEST(CheckpointResume, IsBitExactWithMasterWeightsTheirAveragesAndTiedLayers) {
   EXPECT_THAT(resumed.ema.averages(), BitwiseEqual(whole.ema.averages()));
 }
 
-TEST(CheckpointResume, LeavesNothingOfWhatOptimizerAndScheduleHadBefore) {
+TEST(CheckpointResume, LoadReplacesOptimizerAndScheduleState) {
   const TempDir temp_dir;
   torch::Tensor weight = torch::ones({2}).requires_grad_();
   torch::optim::AdamW fresh({weight}, 0.1), used({weight}, 0.5);

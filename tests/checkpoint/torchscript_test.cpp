@@ -1,4 +1,4 @@
-// TorchScript in a checkpoint: parameters and buffers by their names, as of a model in C++.
+// TorchScript modules in checkpoints: parameters and buffers have the names of the C++ model.
 #include <torch/script.h>
 #include <torch/torch.h>
 //
@@ -16,7 +16,7 @@ using mezzo::ScriptModule;
 using mezzo::TrainingState;
 using test_support::script_model;
 
-TEST(CheckpointTorchScript, ComesBackInTheScriptAndInTheSameModelInCpp) {
+TEST(CheckpointTorchScript, LoadsIntoScriptAndCppModel) {
   const test_support::TempDir temp_dir;
   auto saved = script_model(1), loaded = script_model(2);
   saved.forward({torch::randn({2, 3, 6, 6})});

@@ -1,5 +1,6 @@
-// error: a MetricsLogger would write to its copy: give std::ref
+// error: a MetricsLogger would write to its copy: pass std::ref
 #include <mezzo/diagnostics/metrics_logger.h>
+#include <mezzo/diagnostics/run_report.h>
 
 #include <functional>
 

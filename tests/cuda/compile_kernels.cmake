@@ -1,10 +1,10 @@
-# Compiles mezzo_cuda.cu for one architecture and links the object twice, as programs do whose libraries each carry it:
-# every symbol that it defines for others is weak. A user's --use_fast_math does not reach the kernels' arithmetic.
+# Compiles mezzo_cuda.cu for one architecture and links the object twice, like a program with two libraries that contain it:
+# all global symbols must be weak. A user's --use_fast_math must not change the kernels' arithmetic.
 
 function(run what)
-  execute_process(COMMAND ${ARGN} RESULT_VARIABLE failed OUTPUT_VARIABLE said ERROR_VARIABLE said)
+  execute_process(COMMAND ${ARGN} RESULT_VARIABLE failed OUTPUT_VARIABLE output ERROR_VARIABLE output)
   if(failed)
-    message(FATAL_ERROR "${what}:\n${said}")
+    message(FATAL_ERROR "${what}:\n${output}")
   endif()
 endfunction()
 
@@ -17,7 +17,7 @@ run("two objects with the kernels do not link" "${COMPILER}" -r -nostdlib "${OUT
 execute_process(COMMAND "${NM}" -C --defined-only "${OUT}/first.o" OUTPUT_VARIABLE symbols)
 string(REGEX MATCHALL "[^\n]* [TDB] [^\n]*" strong "${symbols}")
 if(NOT symbols MATCHES "cuda::step_[(]" OR strong)
-  message(FATAL_ERROR "These symbols are neither weak nor the object's own: ${strong}")
+  message(FATAL_ERROR "These symbols are neither weak nor local: ${strong}")
 endif()
 
 run("nvcc does not compile the kernels with --use_fast_math" "${NVCC}" -ccbin "${COMPILER}" -std=c++20 -arch=sm_80

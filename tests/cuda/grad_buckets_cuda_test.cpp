@@ -1,5 +1,5 @@
-// Gradient summaries, buckets and dropped micro-batches on a GPU, through ATen's kernels and, where
-// mezzo::cuda is linked, through mezzo's: what the CPU says of the same gradients.
+// GradStats, GradBuckets and dropped micro-batches on a GPU against the CPU, with mezzo's kernels
+// if the program links mezzo::cuda, otherwise ATen's.
 
 #include <mezzo/kernels/compute_grad_stats.h>
 #include <mezzo/optim/grad_buckets.h>
@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "../support/special_values.h"
-#include "on_gpu.h"
+#include "cuda_test.h"
 
 namespace {
 
@@ -26,7 +26,7 @@ using cuda_test::mixed_gradients;
 using mezzo::GradBuckets;
 using torch::Tensor;
 
-class GradBucketsCuda : public cuda_test::OnGpu {};
+class GradBucketsCuda : public cuda_test::CudaTest {};
 
 std::vector<Tensor> on_cpu(const std::vector<Tensor>& tensors) {
   std::vector<Tensor> copies;
@@ -46,7 +46,7 @@ void expect_same(const mezzo::GradStats& gpu, const mezzo::GradStats& cpu) {
   EXPECT_TRUE(torch::allclose(gpu.max_abs.cpu(), cpu.max_abs, 1e-6, 0, /*equal_nan=*/true));
 }
 
-TEST_F(GradBucketsCuda, SummarySaysWhatTheCpuSays) {
+TEST_F(GradBucketsCuda, GradStatsMatchCpu) {
   auto gradients = mixed_gradients();
   for (const float bad : {0.5F, 0.0F, kNan, std::numeric_limits<float>::infinity()}) {
     for (const float inv_scale : {1.0F, 1.0F / 65536, 3e30F}) {
@@ -58,7 +58,7 @@ TEST_F(GradBucketsCuda, SummarySaysWhatTheCpuSays) {
   }
 }
 
-TEST_F(GradBucketsCuda, SummaryGivesTheSameBitsTwiceAndWaitsForNothing) {
+TEST_F(GradBucketsCuda, GradStatsAreDeterministicWithoutSync) {
   const auto gradients = mixed_gradients();
   const auto inv_scale = torch::full({}, 0.3F).to(kGpu);
   std::vector<Tensor> sums;
@@ -74,7 +74,7 @@ TEST_F(GradBucketsCuda, SummaryGivesTheSameBitsTwiceAndWaitsForNothing) {
   }
 }
 
-TEST_F(GradBucketsCuda, ABadMicroBatchIsDroppedWithoutWaiting) {
+TEST_F(GradBucketsCuda, DropsNonfiniteMicroBatchWithoutSync) {
   const auto a = torch::ones({1000}, kGpu).requires_grad_();
   const auto b = torch::ones({10}, kGpu).requires_grad_();
   for (const bool in_buckets : {false, true}) {
@@ -93,7 +93,7 @@ TEST_F(GradBucketsCuda, ABadMicroBatchIsDroppedWithoutWaiting) {
   }
 }
 
-TEST_F(GradBucketsCuda, HoldParametersOfTwoDevices) {
+TEST_F(GradBucketsCuda, SupportTwoDevices) {
   const auto on_host = torch::ones({3}).requires_grad_();
   const auto on_gpu = torch::ones({4}, kGpu).requires_grad_();
   GradBuckets buckets({on_host, on_gpu});

@@ -1,7 +1,6 @@
-// GradScaler on a GPU, through ATen's kernels and, where mezzo::cuda is linked, through
-// mezzo's.
+// GradScaler on a GPU, with mezzo's kernels if the program links mezzo::cuda, otherwise ATen's.
 
-#include <mezzo/kernels/compute_grad_stats.h>
+#include <mezzo/kernels/unscale.h>
 #include <mezzo/scaling/grad_scaler.h>
 
 #include <torch/torch.h>
@@ -13,7 +12,7 @@
 #include <vector>
 
 #include "../support/special_values.h"
-#include "on_gpu.h"
+#include "cuda_test.h"
 
 namespace {
 
@@ -22,9 +21,9 @@ using cuda_test::kGpu;
 using mezzo::GradScaler;
 using mezzo::GradScalerOptions;
 
-class GradScalerCuda : public cuda_test::OnGpu {};
+class GradScalerCuda : public cuda_test::CudaTest {};
 
-TEST_F(GradScalerCuda, UnscalesAsTheCpuDoesWithoutASync) {
+TEST_F(GradScalerCuda, UnscaleMatchesCpuWithoutSync) {
   auto gradients = cuda_test::mixed_gradients();
   std::vector<torch::Tensor> expected;
   for (const auto& gradient : gradients) expected.push_back(gradient.cpu());
@@ -43,7 +42,7 @@ TEST_F(GradScalerCuda, UnscalesAsTheCpuDoesWithoutASync) {
   }
 }
 
-TEST_F(GradScalerCuda, FindsOneBadElementAnywhereAndProductsThatOverflow) {
+TEST_F(GradScalerCuda, FindsNonfiniteElementsAndProducts) {
   const auto found = [](const std::vector<torch::Tensor>& gradients, float inv_scale) {
     auto found_inf = torch::zeros({}, kGpu);
     mezzo::detail::unscale_and_check_(gradients, found_inf, torch::full({}, inv_scale, kGpu));
@@ -59,13 +58,13 @@ TEST_F(GradScalerCuda, FindsOneBadElementAnywhereAndProductsThatOverflow) {
   EXPECT_TRUE(found({torch::zeros({5}, kGpu)}, kInfinity));
 }
 
-TEST_F(GradScalerCuda, UpdatesAsTheRuleDoesWithoutASync) {
-  const auto rule = GradScalerOptions::dynamic({.init_scale = 64,
-                                                .growth_factor = 3,
-                                                .growth_interval = 2,
-                                                .min_scale = 8,
-                                                .max_scale = 300});
-  auto state = rule.initial_state();
+TEST_F(GradScalerCuda, UpdateMatchesOptionsWithoutSync) {
+  const auto options = GradScalerOptions::dynamic({.init_scale = 64,
+                                                   .growth_factor = 3,
+                                                   .growth_interval = 2,
+                                                   .min_scale = 8,
+                                                   .max_scale = 300});
+  auto state = options.initial_state();
   const auto count = torch::dtype(torch::kInt).device(kGpu);
   const mezzo::detail::ScaleTensors tensors{torch::full({}, state.scale, kGpu),
                                             torch::empty({}, kGpu), torch::zeros({}, count),
@@ -75,16 +74,16 @@ TEST_F(GradScalerCuda, UpdatesAsTheRuleDoesWithoutASync) {
     const auto flag = torch::full({}, found_inf ? 1.0F : 0.0F, kGpu);
     {
       const ForbidSync forbid;
-      mezzo::detail::update_scale_(rule, tensors, flag);
+      mezzo::detail::update_scale_(options, tensors, flag);
     }
-    state = rule.next(state, found_inf);
+    state = options.next(state, found_inf);
     EXPECT_EQ(tensors.scale.item<float>(), state.scale);
     EXPECT_EQ(tensors.inverse.item<float>(), 1.0F / state.scale);
     EXPECT_EQ(tensors.growth_tracker.item<int32_t>(), state.growth_tracker);
   }
 }
 
-TEST_F(GradScalerCuda, HandlesParametersOnTheCpuAndTheGpuTogether) {
+TEST_F(GradScalerCuda, SupportsCpuAndGpuParameters) {
   const auto make = [](torch::Device device) {
     const auto x = torch::zeros({2}, torch::device(device).requires_grad(true));
     x.mutable_grad() = torch::full({2}, 8.0F, device);
@@ -109,7 +108,7 @@ TEST_F(GradScalerCuda, HandlesParametersOnTheCpuAndTheGpuTogether) {
   EXPECT_EQ(scaler.get_scale(), 4.0);
 }
 
-TEST_F(GradScalerCuda, HysteresisIsAnErrorOrWorks) {
+TEST_F(GradScalerCuda, HysteresisNeedsMezzoKernels) {
   GradScaler scaler({.init_scale = 8, .hysteresis = 2});
   const auto loss = torch::zeros({}, kGpu);
   if (!cuda_test::has_mezzo_kernels()) {
@@ -130,10 +129,10 @@ TEST_F(GradScalerCuda, HysteresisIsAnErrorOrWorks) {
   EXPECT_EQ(scales, (std::vector<double>{8, 4, 2}));
 }
 
-// The weight's gradient is the input times the scale, in half: 20000 x 4 is an inf, 5 x 4 is not.
-TEST_F(GradScalerCuda, RunsInsideACudaGraph) {
+// The weight's float16 gradient is the input times the scale: 20000 x 4 is inf, 5 x 4 is not.
+TEST_F(GradScalerCuda, RunsInCudaGraph) {
   const auto stream = cuda_test::new_stream();
-  const c10::StreamGuard guard(stream);  // before anything is filled, which is its work
+  const c10::StreamGuard guard(stream);  // before tensors are filled, on this stream
   const auto half = torch::dtype(torch::kHalf).device(kGpu);
   const auto weight = torch::ones({1}, torch::device(kGpu).requires_grad(true));
   const auto input = torch::full({1}, 5.0F, half);

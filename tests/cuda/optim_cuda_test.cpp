@@ -1,5 +1,5 @@
-// The fused optimizers on a GPU, through ATen's kernels and, where mezzo::cuda is linked,
-// through mezzo's, against the CPU's answers: a table of rules by ways to keep weights.
+// Fused optimizers on a GPU against the CPU, with mezzo's kernels if the program links mezzo::cuda,
+// otherwise ATen's: every optimizer and weight storage.
 
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/adamw8bit.h>
@@ -26,7 +26,7 @@
 #include "../support/bitwise_equal.h"
 #include "../support/special_values.h"
 #include "../support/training.h"
-#include "on_gpu.h"
+#include "cuda_test.h"
 
 namespace {
 
@@ -41,9 +41,9 @@ using mezzo::optim::WeightStorageOptions;
 using torch::Tensor;
 using Tensors = std::vector<Tensor>;
 
-class OptimCuda : public cuda_test::OnGpu {};
+class OptimCuda : public cuda_test::CudaTest {};
 
-struct RuleCase {
+struct OptimizerCase {
   const char* name;
   std::function<std::unique_ptr<FusedOptimizerBase>(const Tensors&, const WeightStorageOptions&)>
       make;
@@ -51,7 +51,7 @@ struct RuleCase {
 };
 
 template <class Optimizer, class Options>
-RuleCase rule_case(const char* name, const Options& options, bool is_in_aten = true) {
+OptimizerCase optimizer_case(const char* name, const Options& options, bool is_in_aten = true) {
   return {name,
           [options](const Tensors& parameters, const WeightStorageOptions& weights) {
             return std::make_unique<Optimizer>(parameters, options, weights);
@@ -59,15 +59,15 @@ RuleCase rule_case(const char* name, const Options& options, bool is_in_aten = t
           is_in_aten};
 }
 
-std::vector<RuleCase> rule_cases() {
+std::vector<OptimizerCase> optimizer_cases() {
   using namespace mezzo::optim;
   const auto adamw = AdamWOptions(1e-2).eps(1e-3);
-  return {rule_case<AdamW>("AdamW", adamw),
-          rule_case<AdamW>("AdamW, amsgrad", AdamWOptions(adamw).amsgrad(true)),
-          rule_case<Adam>("Adam", AdamOptions(1e-2).eps(1e-3).weight_decay(0.1)),
-          rule_case<SGD>("SGD", SGDOptions(1e-2).weight_decay(0.1)),
-          rule_case<SGD>("SGD, momentum", SGDOptions(1e-2).momentum(0.9).nesterov(true)),
-          rule_case<Lion>("Lion", LionOptions(1e-3).weight_decay(0.1), /*is_in_aten=*/false)};
+  return {optimizer_case<AdamW>("AdamW", adamw),
+          optimizer_case<AdamW>("AdamW, amsgrad", AdamWOptions(adamw).amsgrad(true)),
+          optimizer_case<Adam>("Adam", AdamOptions(1e-2).eps(1e-3).weight_decay(0.1)),
+          optimizer_case<SGD>("SGD", SGDOptions(1e-2).weight_decay(0.1)),
+          optimizer_case<SGD>("SGD, momentum", SGDOptions(1e-2).momentum(0.9).nesterov(true)),
+          optimizer_case<Lion>("Lion", LionOptions(1e-3).weight_decay(0.1), /*is_in_aten=*/false)};
 }
 
 struct StorageCase {
@@ -84,11 +84,11 @@ std::vector<StorageCase> storage_cases() {
   return {{"float", kFloat, kFloat},
           {"double", kDouble, kDouble},
           {"bfloat16", kBFloat16, kBFloat16},
-          {"half", kHalf, kHalf},
+          {"float16", kHalf, kHalf},
           {"bfloat16, float gradients", kBFloat16, kFloat, plain, false},
-          {"half, float gradients", kHalf, kFloat, plain, false},
+          {"float16, float gradients", kHalf, kFloat, plain, false},
           {"master of bfloat16", kBFloat16, kBFloat16, fp32_master},
-          {"master of half", kHalf, kHalf, fp32_master},
+          {"master of float16", kHalf, kHalf, fp32_master},
           {"master of bfloat16, float gradients", kBFloat16, kFloat, fp32_master},
           {"split master", kBFloat16, kBFloat16, split_master, false},
           {"split master, float gradients", kBFloat16, kFloat, split_master, false},
@@ -96,39 +96,39 @@ std::vector<StorageCase> storage_cases() {
           {"stochastic, float gradients", kBFloat16, kFloat, stochastic_rounding, false}};
 }
 
-/// Returns whether this program has kernels for the rule and the storage. ATen's ops on the
-/// simulated GPU are the CPU's, whose SGD steps 16-bit parameters wrongly (libtorch 2.11).
-bool has_kernels(const RuleCase& rule, const StorageCase& storage) {
+/// Returns whether this program has kernels for the optimizer and storage. ATen ops on the emulated
+/// GPU are the CPU's, whose SGD steps 16-bit parameters incorrectly (libtorch 2.11).
+bool has_kernels(const OptimizerCase& optimizer, const StorageCase& storage) {
   if (cuda_test::has_mezzo_kernels()) return true;
-  const bool is_wrong = cuda_test::kIsSimulated && storage.storage == WeightStorage::plain &&
+  const bool is_wrong = cuda_test::kIsEmulated && storage.storage == WeightStorage::plain &&
                         c10::elementSize(storage.dtype) == 2 &&
-                        std::string(rule.name).starts_with("SGD");
-  return rule.is_in_aten && storage.is_in_aten && !is_wrong;
+                        std::string(optimizer.name).starts_with("SGD");
+  return optimizer.is_in_aten && storage.is_in_aten && !is_wrong;
 }
 
 template <class Visit>
-void for_each_optimizer(const std::vector<RuleCase>& rules, const Visit& visit) {
-  for (const RuleCase& rule : rules) {
+void for_each_optimizer(const std::vector<OptimizerCase>& optimizers, const Visit& visit) {
+  for (const OptimizerCase& optimizer : optimizers) {
     for (const StorageCase& storage : storage_cases()) {
-      if (!has_kernels(rule, storage)) continue;
-      SCOPED_TRACE(testing::Message() << rule.name << ", " << storage.name);
-      visit(rule, storage);
+      if (!has_kernels(optimizer, storage)) continue;
+      SCOPED_TRACE(testing::Message() << optimizer.name << ", " << storage.name);
+      visit(optimizer, storage);
     }
   }
 }
 
-/// A copy with the same strides, `offset` elements into memory of its own.
+/// Returns a copy with equal strides, `offset` elements into new memory.
 Tensor copy_on(torch::Device device, const Tensor& value, int64_t offset = 0) {
-  int64_t span = 1;
+  int64_t storage_size = 1;
   for (int64_t i = 0; i < value.dim(); ++i) {
-    span += (std::max<int64_t>(value.size(i), 1) - 1) * value.stride(i);
+    storage_size += (std::max<int64_t>(value.size(i), 1) - 1) * value.stride(i);
   }
   const auto options = torch::dtype(value.scalar_type()).device(device);
-  const auto memory = torch::zeros({span + offset}, options);
+  const auto memory = torch::zeros({storage_size + offset}, options);
   return memory.as_strided(value.sizes(), value.strides(), offset).copy_(value);
 }
 
-/// The same parameters on the CPU and the GPU, where some, and some gradients, are not aligned.
+/// Equal parameters on the CPU and the GPU, where some, and some gradients, are misaligned.
 struct ParameterPairs {
   Tensors cpu, gpu;
 
@@ -161,12 +161,12 @@ struct ParameterPairs {
   }
 };
 
-/// Expects results bitwise identical to the CPU's on the simulated GPU, whose kernels the same
-/// compiler compiles, unless gradients are clipped: the last bits of a norm depend on the order of
-/// its sum. On a GPU `pow` and contracted products may differ in the last bit, so one in a hundred
-/// 16-bit elements may differ by two units.
+/// On the emulated GPU, which the same compiler compiles, expects results bitwise identical to the
+/// CPU's, unless gradients are clipped: the last bits of a norm depend on the order of its sum. On
+/// a GPU `pow` and contraction may change the last bit, so one in a hundred 16-bit elements may
+/// differ by two units.
 void expect_same(const Tensor& gpu, const Tensor& cpu, bool is_clipped) {
-  if (cuda_test::kIsSimulated && cuda_test::has_mezzo_kernels() && !is_clipped) {
+  if (cuda_test::kIsEmulated && cuda_test::has_mezzo_kernels() && !is_clipped) {
     EXPECT_TRUE(test_support::bitwise_equal(gpu.cpu(), cpu))
         << gpu.cpu().ne(cpu).sum().item<int64_t>() << " of " << cpu.numel() << " elements differ";
     return;
@@ -179,7 +179,7 @@ void expect_same(const Tensor& gpu, const Tensor& cpu, bool is_clipped) {
                 : dtype == torch::kFloat ? 1.2e-7
                 : dtype == torch::kHalf  ? 9.8e-4
                                          : 7.9e-3;
-  if (dtype == torch::kDouble && is_clipped) unit = 1e-8;  // a norm of squares summed in float
+  if (dtype == torch::kDouble && is_clipped) unit = 1e-8;  // a norm of squares summed in float32
   if (!cuda_test::has_mezzo_kernels()) unit = std::max(unit, 1e-6);
   const Tensor allowed = (wide.abs() + 0.01) * (unit * (is_small ? 2.1 : 16));
   EXPECT_TRUE(difference.le(allowed).all().item<bool>())
@@ -223,7 +223,7 @@ class Twins {
         gpu_scaler_.update();
       };
       if (i == 0) {
-        step();  // makes the state
+        step();  // creates the state
       } else {
         const ForbidSync forbid;
         step();
@@ -242,7 +242,7 @@ class Twins {
     expect_same(parameters_.gpu, parameters_.cpu, max_norm != kNoClipping);
   }
 
-  /// The CPU's optimizer continues from the GPU's archive.
+  /// Loads the GPU optimizer's archive in the CPU optimizer.
   void move_to_cpu() {
     const torch::NoGradGuard no_grad;
     std::stringstream archive;
@@ -268,31 +268,34 @@ class Twins {
   GradScaler cpu_scaler_{kScale}, gpu_scaler_{kScale};
 };
 
-void expect_the_cpus_steps(const RuleCase& rule, const StorageCase& storage, double max_norm,
-                           int more_parameters = 0) {
+void expect_cpu_steps(const OptimizerCase& optimizer, const StorageCase& storage, double max_norm,
+                      int more_parameters = 0) {
   const ParameterPairs parameters(storage.dtype, more_parameters);
   const WeightStorageOptions weights{.weight_storage = storage.storage, .seed = 7};
-  Twins twins(parameters, rule.make(parameters.cpu, weights), rule.make(parameters.gpu, weights));
+  Twins twins(parameters, optimizer.make(parameters.cpu, weights),
+              optimizer.make(parameters.gpu, weights));
   twins.train(storage.gradient_dtype, max_norm);
 }
 
-TEST_F(OptimCuda, EveryRuleAndStorageMatchesCpu) {
-  for_each_optimizer(rule_cases(), [](const RuleCase& rule, const StorageCase& storage) {
-    expect_the_cpus_steps(rule, storage, Twins::kNoClipping);
-  });
+TEST_F(OptimCuda, EveryOptimizerAndStorageMatchesCpu) {
+  for_each_optimizer(optimizer_cases(),
+                     [](const OptimizerCase& optimizer, const StorageCase& storage) {
+                       expect_cpu_steps(optimizer, storage, Twins::kNoClipping);
+                     });
 }
 
 TEST_F(OptimCuda, ClippedStepsMatchCpu) {
-  for_each_optimizer({rule_cases()[0]}, [](const RuleCase& rule, const StorageCase& storage) {
-    expect_the_cpus_steps(rule, storage, 3.0);
-  });
+  for_each_optimizer({optimizer_cases()[0]},
+                     [](const OptimizerCase& optimizer, const StorageCase& storage) {
+                       expect_cpu_steps(optimizer, storage, 3.0);
+                     });
 }
 
-TEST_F(OptimCuda, MoreTensorsThanALaunchTakesMatchCpu) {
-  expect_the_cpus_steps(rule_cases()[0], storage_cases()[0], 3.0, cuda_test::kManyTensors);
+TEST_F(OptimCuda, SeveralLaunchesOfTensorsMatchCpu) {
+  expect_cpu_steps(optimizer_cases()[0], storage_cases()[0], 3.0, cuda_test::kManyTensors);
 }
 
-TEST_F(OptimCuda, MoreGroupsThanALaunchTakesMatchCpu) {
+TEST_F(OptimCuda, SeveralLaunchesOfGroupsMatchCpu) {
   const ParameterPairs parameters(torch::kFloat, 30);
   const auto make = [](const Tensors& all) {
     std::vector<torch::optim::OptimizerParamGroup> groups;
@@ -308,16 +311,18 @@ TEST_F(OptimCuda, MoreGroupsThanALaunchTakesMatchCpu) {
   twins.train(torch::kFloat, Twins::kNoClipping);
 }
 
-TEST_F(OptimCuda, ArchivesMoveFromGpuToCpu) {
-  for_each_optimizer(rule_cases(), [](const RuleCase& rule, const StorageCase& storage) {
-    if (storage.dtype != storage.gradient_dtype) return;
-    const ParameterPairs parameters(storage.dtype);
-    const WeightStorageOptions weights{.weight_storage = storage.storage, .seed = 7};
-    Twins twins(parameters, rule.make(parameters.cpu, weights), rule.make(parameters.gpu, weights));
-    parameters.set_gradients(storage.dtype, 1.0);
-    twins.train(storage.dtype, Twins::kNoClipping);
-    twins.move_to_cpu();
-  });
+TEST_F(OptimCuda, LoadsGpuArchiveOnCpu) {
+  for_each_optimizer(
+      optimizer_cases(), [](const OptimizerCase& optimizer, const StorageCase& storage) {
+        if (storage.dtype != storage.gradient_dtype) return;
+        const ParameterPairs parameters(storage.dtype);
+        const WeightStorageOptions weights{.weight_storage = storage.storage, .seed = 7};
+        Twins twins(parameters, optimizer.make(parameters.cpu, weights),
+                    optimizer.make(parameters.gpu, weights));
+        parameters.set_gradients(storage.dtype, 1.0);
+        twins.train(storage.dtype, Twins::kNoClipping);
+        twins.move_to_cpu();
+      });
 }
 
 TEST_F(OptimCuda, LionWithoutKernelsThrows) {
@@ -346,7 +351,7 @@ TEST_F(OptimCuda, EightBitMomentsMatchCpu) {
       cpu.step();
       gpu.step();
     }
-    if (cuda_test::kIsSimulated) {
+    if (cuda_test::kIsEmulated) {
       expect_same(parameters.gpu, parameters.cpu, /*is_clipped=*/false);
       continue;
     }
@@ -383,7 +388,7 @@ TEST_F(OptimCuda, LambMatchesCpuWithoutSync) {
   }
 }
 
-// Muon multiplies in bfloat16, and the GPU adds products in another order than the CPU.
+// Muon multiplies in bfloat16, and the GPU sums products in another order.
 TEST_F(OptimCuda, MuonMatchesCpu) {
   Tensors cpu, gpu;
   for (const auto& sizes : std::vector<std::vector<int64_t>>{{16, 16}, {40, 30}, {8, 64}}) {
@@ -405,10 +410,9 @@ TEST_F(OptimCuda, MuonMatchesCpu) {
   }
 }
 
-// Launches of a step: the gradient summary, its reduction, the update, the step counts, the numbers
-// for the host, and the next scale. A table of the summary or the update holds 300 tensors, and a
-// table of step counts 480.
-TEST_F(KernelsCuda, LaunchesFollowTheSizesOfTables) {
+// Launches of a step: GradStats, their merge, the update, the step counts, the result, and the next
+// scale. A launch of GradStats or the update holds 300 tensors, and one of step counts 480.
+TEST_F(KernelsCuda, LaunchCountsFollowMetadataCapacity) {
   for (const int count : {1, 10, 400, 2000}) {
     Tensors parameters;
     for (int i = 0; i < count; ++i) {
@@ -430,14 +434,13 @@ TEST_F(KernelsCuda, LaunchesFollowTheSizesOfTables) {
   }
 }
 
-// A whole step, captured once and replayed through overflows and growth, and through a scale that
-// was set from outside, with the CPU beside it.
-TEST_F(OptimCuda, RunsInsideACudaGraph) {
+// A captured step, replayed through overflows, growth and a scale set in between, against the CPU.
+TEST_F(OptimCuda, RunsInCudaGraph) {
   const auto stream = cuda_test::new_stream();
-  const c10::StreamGuard guard(stream);  // before anything is filled, which is its work
+  const c10::StreamGuard guard(stream);  // before tensors are filled, on this stream
   test_support::Training cpu(torch::kCPU), gpu(kGpu);
   cpu.iterate();
-  gpu.iterate();  // makes the state
+  gpu.iterate();  // creates the state
   stream.synchronize();
   cuda_test::Graph graph;
   graph.capture_begin();

@@ -1,5 +1,5 @@
-// Training on a GPU apart from the step itself: streams, threads, pending results, averages, master
-// weights, telemetry, reports, checkpoints and buckets.
+// Training on a GPU beyond the step itself: streams, threads, pending results, EMA, MasterWeights,
+// metrics, reports, checkpoints and GradBuckets.
 
 #include <mezzo/checkpoint/checkpoint.h>
 #include <mezzo/diagnostics/metrics_logger.h>
@@ -7,10 +7,12 @@
 #include <mezzo/kernels/compute_grad_stats.h>
 #include <mezzo/kernels/optimizer_step_cpu.h>
 #include <mezzo/kernels/sgd_functor.h>
+#include <mezzo/kernels/unscale.h>
 #include <mezzo/kernels/weight_formats.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/adamw8bit.h>
 #include <mezzo/optim/ema.h>
+#include <mezzo/optim/ema_guard.h>
 #include <mezzo/optim/grad_buckets.h>
 #include <mezzo/optim/master_weights.h>
 #include <mezzo/optim/sgd.h>
@@ -33,7 +35,7 @@
 #include "../support/special_values.h"
 #include "../support/temp_dir.h"
 #include "../support/training.h"
-#include "on_gpu.h"
+#include "cuda_test.h"
 
 namespace {
 
@@ -45,13 +47,13 @@ using mezzo::optim::WeightStorage;
 using torch::Tensor;
 using Tensors = std::vector<Tensor>;
 
-class TrainingCuda : public cuda_test::OnGpu {};
+class TrainingCuda : public cuda_test::CudaTest {};
 
 Tensor filled(double value, int64_t size = 1000) { return torch::full({size}, value, kGpu); }
 
 // --- Streams, threads, results in flight ------------------------------------------------------
 
-TEST_F(TrainingCuda, LateGradientsOfSideStreamAreWaitedFor) {
+TEST_F(TrainingCuda, StepWaitsForSideStreamGradients) {
   const c10::Stream side = cuda_test::new_stream();
   const c10::StreamGuard guard(side);
   const Tensor x = filled(1);
@@ -59,7 +61,7 @@ TEST_F(TrainingCuda, LateGradientsOfSideStreamAreWaitedFor) {
   mezzo::optim::SGD optimizer({x}, torch::optim::SGDOptions(1.0));
   GradScaler scaler({.init_scale = 2});
   (void)scaler.scale(torch::zeros({}, kGpu));
-  scaler.step(optimizer, {.max_norm = 1e9});  // makes the state, and loads the kernels
+  scaler.step(optimizer, {.max_norm = 1e9});  // creates the state and loads the kernels
   scaler.update();
   x.mutable_grad().fill_(1000);
   side.synchronize();
@@ -82,8 +84,8 @@ TEST_F(TrainingCuda, LateGradientsOfSideStreamAreWaitedFor) {
   EXPECT_TRUE(torch::equal(x.cpu(), torch::full({1000}, 0.5)));
 }
 
-TEST_F(TrainingCuda, ResultsInFlightKeepTheirSteps) {
-  constexpr int kSteps = cuda_test::kIsSimulated ? 60 : 200;
+TEST_F(TrainingCuda, ResultsInFlightReportTheirSteps) {
+  constexpr int kSteps = cuda_test::kIsEmulated ? 60 : 200;
   const Tensor x = filled(1);
   x.mutable_grad() = filled(0);
   mezzo::optim::SGD optimizer({x}, torch::optim::SGDOptions(0.0));
@@ -93,7 +95,7 @@ TEST_F(TrainingCuda, ResultsInFlightKeepTheirSteps) {
   std::vector<mezzo::StepResult> results;
   const auto is_bad = [](int i) { return i % 10 == 7; };
   (void)scaler.scale(torch::zeros({}, kGpu));
-  scaler.step(optimizer, {.max_norm = 1e9});  // makes the state
+  scaler.step(optimizer, {.max_norm = 1e9});  // creates the state
   scaler.update();
   {
     cuda_test::BusyStream busy;
@@ -119,13 +121,13 @@ TEST_F(TrainingCuda, ResultsInFlightKeepTheirSteps) {
   }
   cuda_test::synchronize();
   x.mutable_grad().copy_(scaler.scale(filled(1)));
-  scaler.step(optimizer);  // reports what has arrived
+  scaler.step(optimizer);  // reports completed results
   scaler.update();
   EXPECT_EQ(skipped_at, expected_skips);
 }
 
-TEST_F(TrainingCuda, FourThreadsTrainOnStreamsOfTheirOwn) {
-  constexpr int kSteps = cuda_test::kIsSimulated ? 10 : 100;
+TEST_F(TrainingCuda, FourThreadsTrainOnSeparateStreams) {
+  constexpr int kSteps = cuda_test::kIsEmulated ? 10 : 100;
   std::array<std::string, 4> errors;
   std::vector<std::thread> threads;
   for (int t = 0; t < 4; ++t) {
@@ -151,7 +153,7 @@ TEST_F(TrainingCuda, FourThreadsTrainOnStreamsOfTheirOwn) {
   for (const std::string& error : errors) EXPECT_EQ(error, "");
 }
 
-// --- Averages, master weights, buckets ---------------------------------------------------------
+// --- EMA, MasterWeights, GradBuckets -----------------------------------------------------------
 
 /// Trains on both devices: `make(device)` returns the object that is passed to `step(value, ...)`.
 template <class Make, class Step, class Compare>
@@ -187,7 +189,7 @@ TEST_F(TrainingCuda, EmaFollowsAppliedSteps) {
       });
 }
 
-TEST_F(TrainingCuda, MasterWeightsStepTorchsOptimizer) {
+TEST_F(TrainingCuda, MasterWeightsStepTorchOptimizer) {
   struct Mastered {
     explicit Mastered(torch::Device device)
         : x(torch::linspace(-1, 1, 1000).to(torch::kBFloat16).to(device)),
@@ -216,7 +218,7 @@ TEST_F(TrainingCuda, MasterWeightsStepTorchsOptimizer) {
       });
 }
 
-// Backward passes of a module into flat buffers, whole steps of them.
+// Training steps with gradients in flat buffers.
 TEST_F(TrainingCuda, GradBucketsTrainWholeSteps) {
   struct Bucketed {
     explicit Bucketed(torch::Device device)
@@ -293,7 +295,7 @@ TEST_F(TrainingCuda, OverflowReportNamesParameter) {
   EXPECT_EQ(overflow.parameters[0].first_index, (std::vector<int64_t>{2, 1}));
 }
 
-// A checkpoint holds the step counts that captured steps have advanced on the device.
+// A checkpoint contains step counts that captured steps advanced on the device.
 TEST_F(TrainingCuda, CheckpointAfterCaptureResumes) {
   const test_support::TempDir folder;
   const c10::Stream stream = cuda_test::new_stream();
@@ -335,10 +337,10 @@ TEST_F(TrainingCuda, CheckpointAfterCaptureResumes) {
 
 // --- Sizes beyond 32 bits ----------------------------------------------------------------------
 
-/// Beyond 2^31 elements; the simulated GPU takes a few blocks.
-constexpr int64_t kHuge = cuda_test::kIsSimulated ? 20005 : (int64_t{1} << 31) + 5;
+/// Beyond 2^31 elements; the emulated GPU takes a few blocks.
+constexpr int64_t kHuge = cuda_test::kIsEmulated ? 20005 : (int64_t{1} << 31) + 5;
 
-TEST_F(KernelsCuda, SummaryAndUnscaleReadEveryElement) {
+TEST_F(KernelsCuda, GradStatsAndUnscaleReadEveryElement) {
   if (!cuda_test::has_memory(12)) GTEST_SKIP() << "needs a GPU of 12 GB";
   const Tensor gradient = torch::ones({kHuge}, torch::dtype(torch::kBFloat16).device(kGpu));
   const auto grad_stats_of = [&] {
@@ -368,7 +370,7 @@ void expect_step_of_every_element(double expected, const Options&... options) {
   EXPECT_NEAR(x.max().item<double>(), expected, 0.02);
 }
 
-TEST_F(KernelsCuda, StepsReachEveryElement) {
+TEST_F(KernelsCuda, StepsUpdateEveryElement) {
   if (!cuda_test::has_memory(22)) GTEST_SKIP() << "needs a GPU of 22 GB";
   using namespace mezzo::optim;
   expect_step_of_every_element<SGD>(2.0, SGDOptions(1.0));
@@ -377,10 +379,11 @@ TEST_F(KernelsCuda, StepsReachEveryElement) {
 }
 
 // Elements whose indices are 2^32 apart have different random bits.
-// The simulated GPU runs one block of such a parameter (tests/cuda_emulation/steps_test.cpp).
-TEST_F(KernelsCuda, StochasticBitsBeyondTwoTo32MatchCpu) {
+// The emulated GPU runs one block of such a parameter
+// (tests/cuda_emulation/optimizer_step_test.cpp).
+TEST_F(KernelsCuda, StochasticRoundingBeyond2To32MatchesCpu) {
   using Functor = mezzo::detail::SgdFunctor<false>;
-  if (cuda_test::kIsSimulated) GTEST_SKIP() << "not run on the simulated GPU: it takes 18 GB";
+  if (cuda_test::kIsEmulated) GTEST_SKIP() << "not run on the emulated GPU: it takes 18 GB";
   if (!cuda_test::has_memory(22)) GTEST_SKIP() << "needs a GPU of 22 GB";
   constexpr int64_t kFirst = int64_t{1} << 32;
   constexpr int64_t kTail = 1000;
@@ -395,7 +398,7 @@ TEST_F(KernelsCuda, StochasticBitsBeyondTwoTo32MatchCpu) {
       .step();
   mezzo::detail::OptimizerStepKernel<c10::BFloat16, Functor, mezzo::detail::StochasticWeightFormat,
                                      mezzo::detail::ScalarVec<c10::BFloat16>>::
-      run({expected.data_ptr(), gradient.data_ptr(), {}, kTail, nullptr, kFirst},
+      run({.pointers = {expected.data_ptr(), gradient.data_ptr(), {}, kTail, nullptr, kFirst}},
           Functor::HyperParams{}.coefficients(lr, 1), {.seed = 7});
   EXPECT_TRUE(torch::equal(x.slice(0, kFirst).cpu(), expected));
   EXPECT_FALSE(torch::equal(x.slice(0, kFirst), x.slice(0, 0, kTail)));

@@ -1,4 +1,4 @@
-// Runs benchmarks/cuda/cuda_bench.cpp to its end on the simulated GPU, on small shapes, so that no
+// Runs benchmarks/cuda/cuda_bench.cpp to its end on the emulated GPU, on small shapes, so that no
 // GPU time is lost to a crash. The measured times mean nothing.
 
 #include "../../benchmarks/cuda/cuda_bench.cpp"
@@ -9,7 +9,7 @@
 
 namespace {
 
-TEST(CudaBench, PrintsARowForEachWay) {
+TEST(CudaBench, PrintsRowForEachVariant) {
   emulated_gpu::begin(1);
   testing::internal::CaptureStdout();
   EXPECT_TRUE(run_all({.rounds = 1, .is_small = true}));

@@ -1,6 +1,4 @@
-// What CUDA forbids is a Fault on the GPUs that the host plays, and what it leaves open happens;
-// and what of mezzo's is between streams: copied tables, partial results of
-// buckets.
+// Emulated streams: calls that CUDA forbids throw a Fault, and all orders that CUDA permits occur.
 
 #include <mezzo/kernels/graph_capture.h>
 #include <mezzo/kernels/kernel_dispatch.h>
@@ -19,20 +17,20 @@
 #include <utility>
 #include <vector>
 
-#include "host_gpu.h"
+#include "emulated_gpu.h"
 
 namespace {
 
 using emulated_gpu::Fault;
 using emulated_gpu::Graph;
 
-class Streams : public testing::TestWithParam<uint64_t> {
+class EmulatedStream : public testing::TestWithParam<uint64_t> {
  protected:
   void SetUp() override { emulated_gpu::begin(GetParam()); }
   void TearDown() override { emulated_gpu::run_all(); }
 };
 
-INSTANTIATE_TEST_SUITE_P(Orders, Streams, testing::Range(uint64_t{0}, uint64_t{8}));
+INSTANTIATE_TEST_SUITE_P(Orders, EmulatedStream, testing::Range(uint64_t{0}, uint64_t{8}));
 
 at::Tensor on_gpu(double value, int index = 0) {
   return at::full({}, value, at::device(emulated_gpu::device(index)).dtype(at::kFloat));
@@ -40,7 +38,7 @@ at::Tensor on_gpu(double value, int index = 0) {
 
 at::Tensor pinned(double value) { return at::full({}, value, at::kFloat).pin_memory(); }
 
-TEST_P(Streams, OpsRunInTheOrderOfTheirStream) {
+TEST_P(EmulatedStream, RunsOpsInOrder) {
   const at::Tensor x = on_gpu(1);
   for (int i = 0; i < 20; ++i) x.mul_(2).add_(1);
   at::Tensor expected = at::ones({});
@@ -52,8 +50,8 @@ TEST_P(Streams, OpsRunInTheOrderOfTheirStream) {
   EXPECT_EQ(chosen.item<float>(), expected.item<float>());
 }
 
-// Seen in some of a hundred orders, or the other tests would prove nothing.
-TEST(StreamsOfManyOrders, NothingOrdersTwoStreamsButAnEvent) {
+// Races must show in some of a hundred orders; otherwise the other tests prove nothing.
+TEST(EmulatedStreamOrder, OnlyEventsOrderStreams) {
   std::set<float> seen;
   for (uint64_t seed = 0; seed < 100; ++seed) {
     emulated_gpu::begin(seed);
@@ -71,7 +69,7 @@ TEST(StreamsOfManyOrders, NothingOrdersTwoStreamsButAnEvent) {
   EXPECT_EQ(seen, (std::set<float>{11, 20}));
 }
 
-TEST(StreamsOfManyOrders, CopiesOfPinnedMemoryAreLate) {
+TEST(EmulatedStreamOrder, PinnedCopiesAreAsynchronous) {
   std::set<float> seen;
   for (uint64_t seed = 0; seed < 100; ++seed) {
     emulated_gpu::begin(seed);
@@ -83,48 +81,48 @@ TEST(StreamsOfManyOrders, CopiesOfPinnedMemoryAreLate) {
   EXPECT_EQ(seen, (std::set<float>{1, 2}));
 }
 
-void write_kernel(float* place) { *place = 2.0F; }
+void write_kernel(float* memory) { *memory = 2.0F; }
 
-void launch_write(at::Tensor& place) {
+void launch_write(at::Tensor& memory) {
   const mezzo::detail::cuda::DeviceGuard guard(emulated_gpu::device());
   mezzo::detail::cuda::launch<write_kernel>(1, 1, mezzo::detail::cuda::current_stream(),
-                                            place.mutable_data_ptr<float>());
+                                            memory.mutable_data_ptr<float>());
 }
 
-/// Each way in which a device writes 2 into pinned memory.
+/// The ways in which a device writes 2 to pinned memory.
 const std::vector<std::function<void(at::Tensor&)>> kWrites{
-    launch_write, [](at::Tensor& place) { place.copy_(on_gpu(2), /*non_blocking=*/true); }};
+    launch_write, [](at::Tensor& memory) { memory.copy_(on_gpu(2), /*non_blocking=*/true); }};
 
 c10::Stream current_stream() {
   return c10::impl::VirtualGuardImpl(c10::kPrivateUse1).getStream(emulated_gpu::device());
 }
 
-// Also where the device is done with it long since: CUDA promises no more.
-TEST_P(Streams, TheHostSeesPinnedMemoryBehindAnEventThatHasCome) {
+// Even if the device has completed it: CUDA guarantees no more.
+TEST_P(EmulatedStream, PinnedWriteVisibleAfterEvent) {
   for (const auto& write : kWrites) {
-    at::Tensor place = pinned(1);
+    at::Tensor memory = pinned(1);
     c10::Event before(c10::kPrivateUse1);
     c10::Event behind(c10::kPrivateUse1);
     before.record(current_stream());
-    write(place);
+    write(memory);
     behind.record(current_stream());
     {
       const c10::StreamGuard other(emulated_gpu::new_stream());
       for (int i = 0; i < 10; ++i) EXPECT_EQ(on_gpu(3).item<float>(), 3);
     }
     before.synchronize();
-    EXPECT_EQ(place.item<float>(), 1);
+    EXPECT_EQ(memory.item<float>(), 1);
     behind.synchronize();
-    EXPECT_EQ(place.item<float>(), 2);
+    EXPECT_EQ(memory.item<float>(), 2);
   }
 }
 
-TEST_P(Streams, TheHostSeesPinnedMemoryBehindAWaitOrAnotherStreamsEvent) {
+TEST_P(EmulatedStream, PinnedWriteVisibleAfterSync) {
   for (const auto& write : kWrites) {
-    at::Tensor place = pinned(1);
-    write(place);
+    at::Tensor memory = pinned(1);
+    write(memory);
     current_stream().synchronize();
-    EXPECT_EQ(place.item<float>(), 2);
+    EXPECT_EQ(memory.item<float>(), 2);
     at::Tensor again = pinned(1);
     write(again);
     const c10::Stream other = emulated_gpu::new_stream();
@@ -138,17 +136,17 @@ TEST_P(Streams, TheHostSeesPinnedMemoryBehindAWaitOrAnotherStreamsEvent) {
   }
 }
 
-TEST_P(Streams, AKernelThatWritesFreedPinnedMemoryIsAFault) {
-  emulated_gpu::Held held(current_stream());
+TEST_P(EmulatedStream, ThrowsForWriteToFreedPinnedMemory) {
+  emulated_gpu::StreamBlocker held(current_stream());
   {
-    at::Tensor place = pinned(1);
-    launch_write(place);
+    at::Tensor memory = pinned(1);
+    launch_write(memory);
   }
   held.end();
   EXPECT_THROW(emulated_gpu::run_all(), Fault);
 }
 
-TEST_P(Streams, ALetterMayBeFreedBeforeItsKernelHasRun) {
+TEST_P(EmulatedStream, PinnedValuesMayBeFreedEarly) {
   const at::Tensor number = on_gpu(1);
   {
     const at::Tensor letter =
@@ -159,7 +157,7 @@ TEST_P(Streams, ALetterMayBeFreedBeforeItsKernelHasRun) {
   EXPECT_NO_THROW(emulated_gpu::run_all());
 }
 
-TEST_P(Streams, MemoryIsPinnedInACaptureByLeaveOnly) {
+TEST_P(EmulatedStream, PinningInCaptureNeedsRelaxedMode) {
   const c10::StreamGuard guard(emulated_gpu::new_stream());
   Graph graph;
   emulated_gpu::capture(graph, [] {
@@ -169,7 +167,7 @@ TEST_P(Streams, MemoryIsPinnedInACaptureByLeaveOnly) {
   });
 }
 
-TEST_P(Streams, AStreamWaitsForAnEvent) {
+TEST_P(EmulatedStream, WaitsForEvent) {
   const at::Tensor x = on_gpu(1);
   const c10::Stream other = emulated_gpu::new_stream();
   c10::Event event(c10::kPrivateUse1);
@@ -180,7 +178,7 @@ TEST_P(Streams, AStreamWaitsForAnEvent) {
   EXPECT_EQ(x.add(1).item<float>(), 11);
 }
 
-TEST_P(Streams, ACaptureRunsNothingAndForbidsWhatCudaForbids) {
+TEST_P(EmulatedStream, CaptureRecordsAndThrowsForForbiddenCalls) {
   const at::Tensor x = on_gpu(1);
   c10::Event outside(c10::kPrivateUse1);
   Graph graph;
@@ -207,7 +205,7 @@ TEST_P(Streams, ACaptureRunsNothingAndForbidsWhatCudaForbids) {
   EXPECT_EQ(x.item<float>(), 3);
 }
 
-TEST_P(Streams, ACaptureTakesInStreamsThatComeBack) {
+TEST_P(EmulatedStream, CaptureIncludesForkedStreams) {
   const at::Tensor x = on_gpu(1);
   const at::Tensor y = on_gpu(0);
   emulated_gpu::run_all();
@@ -237,7 +235,7 @@ TEST_P(Streams, ACaptureTakesInStreamsThatComeBack) {
   EXPECT_THROW(torn.capture_end(), Fault);
 }
 
-TEST_P(Streams, MemoryIsNanUntilItIsWritten) {
+TEST_P(EmulatedStream, NewMemoryIsNan) {
   const auto options = at::device(emulated_gpu::device()).dtype(at::kFloat);
   const void* address = nullptr;
   {

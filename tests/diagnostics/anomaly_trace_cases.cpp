@@ -1,4 +1,4 @@
-// Which op made the first inf or NaN? Asked of AnomalyTrace.
+// Faults for AnomalyTrace: ops that produce inf or NaN.
 
 #include <mezzo/autocast/autocast_guard.h>
 #include <mezzo/diagnostics/anomaly_trace.h>
@@ -21,19 +21,19 @@
 namespace diagnostics_test {
 namespace {
 
-/// What the trace says of `step`.
-std::string trace_of(const nn::Module& model, const std::function<void()>& step,
-                     mezzo::AnomalyTraceOptions options = {}) {
-  const mezzo::AnomalyTrace trace(model, std::move(options));
+/// Returns the first anomaly of `step`.
+std::string first_anomaly(const nn::Module& model, const std::function<void()>& step,
+                          mezzo::AnomalyTraceOptions options = {}) {
+  const mezzo::AnomalyTrace anomaly_trace(model, std::move(options));
   step();
-  const auto anomalies = trace.anomalies();
+  const auto anomalies = anomaly_trace.anomalies();
   return anomalies.empty() ? kNothing : anomalies.front().message();
 }
 
-/// The same of a whole step whose loss is computed under autocast to `dtype`, or in float32.
-std::string trace_of_step(const nn::Module& model, at::ScalarType dtype,
-                          const std::function<Tensor()>& loss) {
-  return trace_of(model, [&] {
+/// Traces a forward and backward pass, under autocast if `dtype` is not float32.
+std::string trace_step(const nn::Module& model, at::ScalarType dtype,
+                       const std::function<Tensor()>& loss) {
+  return first_anomaly(model, [&] {
     Tensor value;
     {
       const mezzo::AutocastGuard autocast({.device_type = torch::kCPU,
@@ -45,64 +45,65 @@ std::string trace_of_step(const nn::Module& model, at::ScalarType dtype,
   });
 }
 
-std::string trace_of_op(const Op& op, at::ScalarType dtype = torch::kFloat) {
-  PatientImpl model(op);
-  return trace_of_step(model, dtype, [&] { return model.forward(batch_of_ones()).mean(); });
+std::string trace_op(const Op& op, at::ScalarType dtype = torch::kFloat) {
+  TestModelImpl model(op);
+  return trace_step(model, dtype, [&] { return model.forward(batch_of_ones()).mean(); });
 }
 
-/// An op of float32 in the midst of a model.
-Run traced(Op faulty, Op cured) {
-  return [=](bool is_cured) { return trace_of_op(is_cured ? cured : faulty); };
+/// A float32 op between the layers of the model.
+Run traced_op(Op faulty, Op fixed_op) {
+  return [=](bool fixed) { return trace_op(fixed ? fixed_op : faulty); };
 }
 
-/// An op whose input is of half, or of `wide`, which is the cure.
-Run widened(Op op, at::ScalarType wide) {
-  return [=](bool is_cured) {
-    const at::ScalarType dtype = is_cured ? wide : torch::kHalf;
-    return trace_of_op([=](const Tensor& x) { return op(x.to(dtype)).to(torch::kFloat); }, dtype);
+/// An op with float16 input, fixed by `fixed_dtype`.
+Run traced_float16_op(Op op, at::ScalarType fixed_dtype) {
+  return [=](bool fixed) {
+    const at::ScalarType dtype = fixed ? fixed_dtype : torch::kHalf;
+    return trace_op([=](const Tensor& x) { return op(x.to(dtype)).to(torch::kFloat); }, dtype);
   };
 }
 
-/// Of a model of its own, whose loss is `loss(is_cured)`.
+/// A custom model with the loss `loss(model, fixed)`.
 template <class Model>
 Run traced_model(std::function<Model(bool)> make, std::function<Tensor(Model&, bool)> loss) {
-  return [=](bool is_cured) {
+  return [=](bool fixed) {
     torch::manual_seed(0);
-    Model model = make(is_cured);
-    return trace_of_step(*model, torch::kFloat, [&] { return loss(model, is_cured); });
+    Model model = make(fixed);
+    return trace_step(*model, torch::kFloat, [&] { return loss(model, fixed); });
   };
 }
 
-/// Of a loss of the patient's output.
-Run traced_loss(std::function<Tensor(const Tensor& output, bool cured)> loss) {
-  return [=](bool is_cured) {
-    PatientImpl model;
-    return trace_of_step(model, torch::kFloat,
-                         [&] { return loss(model.forward(batch_of_ones()), is_cured).mean(); });
+/// A loss of the model's output.
+Run traced_loss(std::function<Tensor(const Tensor& output, bool fixed)> loss) {
+  return [=](bool fixed) {
+    TestModelImpl model;
+    return trace_step(model, torch::kFloat,
+                      [&] { return loss(model.forward(batch_of_ones()), fixed).mean(); });
   };
 }
 
 Run traced_weight(const std::string& parameter, float value) {
-  return [=](bool is_cured) {
-    PatientImpl model;
-    if (!is_cured) plant(model.parameter(parameter), 0, value);
-    return trace_of(model, [&] { model.forward(batch_of_ones()); });
+  return [=](bool fixed) {
+    TestModelImpl model;
+    if (!fixed) set_element(model.parameter(parameter), 0, value);
+    return first_anomaly(model, [&] { model.forward(batch_of_ones()); });
   };
 }
 
-/// One forward pass of a layer under autocast to half, or to bfloat16 if cured.
+/// Traces the forward pass of a layer under autocast.
 template <class Layer>
-std::string trace_of_layer(Layer layer, const Tensor& batch, at::ScalarType dtype) {
+std::string trace_layer(Layer layer, const Tensor& batch, at::ScalarType dtype) {
   const torch::NoGradGuard no_grad;
   const mezzo::AutocastGuard autocast({.device_type = torch::kCPU, .dtype = dtype});
-  return trace_of(*layer, [&] { layer->forward(batch); });
+  return first_anomaly(*layer, [&] { layer->forward(batch); });
 }
 
+/// A layer under autocast to float16, fixed by bfloat16.
 template <class Layer>
 Run traced_layer(std::function<Layer()> make, const Tensor& batch) {
-  return [=](bool is_cured) {
+  return [=](bool fixed) {
     const Layer layer = make();
-    return trace_of_layer(layer, batch, is_cured ? torch::kBFloat16 : torch::kHalf);
+    return trace_layer(layer, batch, fixed ? torch::kBFloat16 : torch::kHalf);
   };
 }
 
@@ -113,50 +114,51 @@ nn::Conv2d large_conv() {
   return conv;
 }
 
-std::string trace_of_scale(double scale) {
-  PatientImpl model;
-  return trace_of(model,
-                  [&] {
-                    Tensor loss;
-                    {
-                      const mezzo::AutocastGuard<torch::kCPU, torch::kHalf> autocast;
-                      loss = model.forward(batch_of_ones()).to(torch::kFloat).sum();
-                    }
-                    (loss * scale).backward();
-                  },
-                  {.loss_scale = [scale] { return scale; }});
+std::string trace_loss_scale(double scale) {
+  TestModelImpl model;
+  return first_anomaly(model,
+                       [&] {
+                         Tensor loss;
+                         {
+                           const mezzo::AutocastGuard<torch::kCPU, torch::kHalf> autocast;
+                           loss = model.forward(batch_of_ones()).to(torch::kFloat).sum();
+                         }
+                         (loss * scale).backward();
+                       },
+                       {.loss_scale = [scale] { return scale; }});
 }
 
-/// Of three micro-batches the third has the NaN: that is where the trace sees one.
-std::string trace_of_micro_batches(bool is_cured) {
-  PatientImpl model;
-  std::string said;
+/// Three micro-batches, the third of which contains NaN.
+std::string trace_micro_batches(bool fixed) {
+  TestModelImpl model;
+  std::string output;
   for (int micro_batch = 0; micro_batch < 3; ++micro_batch) {
     Tensor x = batch_of_ones();
-    if (micro_batch == 2 && !is_cured) x[0][0] = kNan;
-    const std::string one = trace_of(model, [&] { model.forward(x).sum().backward(); });
-    if (one != kNothing) said += c10::str(micro_batch, ": ", one);
+    if (micro_batch == 2 && !fixed) x[0][0] = kNan;
+    const std::string micro_batch_output =
+        first_anomaly(model, [&] { model.forward(x).sum().backward(); });
+    if (micro_batch_output != kNothing) output += c10::str(micro_batch, ": ", micro_batch_output);
   }
-  return said.empty() ? kNothing : said;
+  return output.empty() ? kNothing : output;
 }
 
-/// Infs that reach no result.
-void harmless(const Tensor& x) {
-  const Tensor half = x.detach().to(torch::kHalf);
-  half.sum() / 131072;
-  half * 0.01 * 1e6;
-  torch::minimum(torch::full_like(half, kInf), half);
+/// Infs that do not reach a result.
+void harmless_infs(const Tensor& x) {
+  const Tensor low = x.detach().to(torch::kHalf);
+  low.sum() / 131072;
+  low * 0.01 * 1e6;
+  torch::minimum(torch::full_like(low, kInf), low);
   torch::full_like(x, -kInf).logsumexp(-1).exp();
-  1 / (1 + (half * 0 + 12).exp());
+  1 / (1 + (low * 0 + 12).exp());
 }
 
-Tensor log_behind_no_harm(const Tensor& x) {
-  for (int repeat = 0; repeat < 5; ++repeat) harmless(x);
+Tensor log_after_harmless_infs(const Tensor& x) {
+  for (int repeat = 0; repeat < 5; ++repeat) harmless_infs(x);
   return (x * 0).log();
 }
 
-/// E[x^2] - E[x]^2 of numbers about `mean`.
-Tensor deviation_by_hand(const Tensor& x, double mean, double eps) {
+/// sqrt(E[x^2] - E[x]^2) of values near `mean`.
+Tensor manual_std(const Tensor& x, double mean, double eps) {
   const Tensor shifted =
       x * 0.02 + torch::linspace(mean - 1, mean + 1, 8, x.options()).unsqueeze(1);
   const Tensor variance = shifted.square().mean(-1, true) - shifted.mean(-1, true).square();
@@ -168,7 +170,7 @@ Tensor residual_layers(Tensor x) {
   return x;
 }
 
-Tensor sum_by_hand(const Tensor& x) {
+Tensor manual_sum(const Tensor& x) {
   Tensor sum = torch::zeros({8}, x.options());
   for (int i = 0; i < 8; ++i) sum = sum + (x.select(1, i) * 150).square();
   return x * sum.unsqueeze(1);
@@ -176,15 +178,15 @@ Tensor sum_by_hand(const Tensor& x) {
 
 Tensor upper() { return torch::ones({8, 8}).triu(1).to(torch::kBool); }
 
-Tensor loss_over_a_ban(const Tensor& scores, bool is_cured) {
-  Tensor ban = torch::zeros({8});
-  ban[3] = is_cured ? -1e4F : -kInf;
+Tensor loss_with_banned_class(const Tensor& scores, bool fixed) {
+  Tensor bias = torch::zeros({8});
+  bias[3] = fixed ? -1e4F : -kInf;
   return nn::functional::cross_entropy(
-      scores + ban, torch::zeros({8}, torch::kLong),
+      scores + bias, torch::zeros({8}, torch::kLong),
       nn::functional::CrossEntropyFuncOptions().label_smoothing(0.1));
 }
 
-Tensor softmax_by_hand(const Tensor& x) {
+Tensor manual_softmax(const Tensor& x) {
   const Tensor powers = (x - x.amax(-1, true)).exp();
   return powers / powers.sum(-1, true);
 }
@@ -193,11 +195,11 @@ Tensor eigenvectors(const Tensor& x, const Tensor& values) {
   return std::get<1>(torch::linalg_eigh(x.t().mm(x) * 0 + values)) * torch::arange(8);
 }
 
-/// Attention of a batch in which the keys of the second sequence are all padding.
-Tensor padded_attention(nn::MultiheadAttention& attention, bool is_cured) {
+/// Attention where all keys of the second sequence are padding.
+Tensor padded_attention(nn::MultiheadAttention& attention, bool fixed) {
   const Tensor x = torch::randn({4, 2, 8});
   Tensor padding = torch::zeros({2, 4}, torch::kBool);
-  padding[1].slice(0, is_cured ? 1 : 0) = true;
+  padding[1].slice(0, fixed ? 1 : 0) = true;
   return std::get<0>(attention->forward(x, x, x, padding)).square().mean();
 }
 
@@ -208,24 +210,24 @@ Tensor ctc_of(const Tensor& output, std::int64_t labels, bool zero_infinity = fa
                          length(labels), 0, at::Reduction::Mean, zero_infinity);
 }
 
-Tensor with_raw_write(const Tensor& x, bool is_cured) {
+Tensor with_raw_write(const Tensor& x, bool fixed) {
   const Tensor raw = torch::zeros_like(x);
-  raw.mutable_data_ptr<float>()[3] = is_cured ? 1 : kNan;
+  raw.mutable_data_ptr<float>()[3] = fixed ? 1 : kNan;
   return x + raw;
 }
 
-std::string trace_of_harmless(at::ScalarType dtype) {
-  Patient model(Op([](const Tensor& x) {
-    harmless(x);
+std::string trace_harmless_infs(at::ScalarType dtype) {
+  TestModel model(Op([](const Tensor& x) {
+    harmless_infs(x);
     const Tensor lowest = torch::full_like(x, kInf).minimum(x);
     const Tensor causal = torch::full({8, 8}, -kInf).triu(1);
     return (x.matmul(x.t()) + causal).softmax(-1).matmul(x.to(x.scalar_type())) + lowest * 1e-6;
   }));
-  return trace_of_step(*model, dtype, [&] { return squares(*model); });
+  return trace_step(*model, dtype, [&] { return mean_square(*model); });
 }
 
-/// A running minimum and maximum that begin at inf, and one masked row that nothing reads.
-Tensor running_extremes(const Tensor& x) {
+/// A running minimum and maximum that start at inf and -inf.
+Tensor running_min_max(const Tensor& x) {
   Tensor low = torch::full({8}, kInf, x.options()), high = -low;
   for (int i = 0; i < 8; ++i) {
     low = torch::minimum(low, x.select(1, i));
@@ -234,7 +236,7 @@ Tensor running_extremes(const Tensor& x) {
   return (x - low.unsqueeze(1)) / (high - low).clamp_min(1e-3).unsqueeze(1);
 }
 
-/// The best of scores that begin at -inf, and numbers that are 0 where libtorch guards them.
+/// A maximum of scores that start at -inf, and zeros that libtorch guards.
 Tensor guarded_zeros(const Tensor& x) {
   const Tensor scores =
       torch::full_like(x, -kInf).scatter(1, torch::zeros({8, 2}, torch::kLong), 1);
@@ -248,300 +250,298 @@ Tensor guarded_zeros(const Tensor& x) {
 
 }  // namespace
 
-std::vector<PlantedFault> anomalies() {
+std::vector<FaultCase> anomaly_trace_cases() {
   namespace F = nn::functional;
   const auto bfloat16 = torch::kBFloat16, single = torch::kFloat;
-  std::vector<PlantedFault> faults = {
+  std::vector<FaultCase> faults = {
       {"LogOfZero",
        "a log of 0 in the forward pass",
-       traced(MEZZO_OF_X((x * 0).log()), MEZZO_OF_X((x * 0).clamp_min(1e-6).log())),
-       {"forward pass: aten::log, after norm", "it took the logarithm of 0"}},
-      {"LogOfNegativeNumbers",
+       traced_op(MEZZO_OF_X((x * 0).log()), MEZZO_OF_X((x * 0).clamp_min(1e-6).log())),
+       {"forward pass: aten::log (after norm)", "finite either: log of 0"}},
+      {"LogOfNegative",
        "a log of -1.5",
-       traced(MEZZO_OF_X((x * 0 - 1.5).log()), MEZZO_OF_X((x * 0 - 1.5).clamp_min(1e-6).log())),
-       {"It read float32 [8, 8] -1.5 to -1.5", "it took the logarithm of a negative number"}},
-      {"RootOfBothSigns",
-       "a root of numbers of both signs",
-       traced(MEZZO_OF_X((x + 0.5).sqrt()), MEZZO_OF_X((x + 0.5).clamp_min(1e-6).sqrt())),
-       {"aten::sqrt, after norm", "it took the root of a negative number"}},
+       traced_op(MEZZO_OF_X((x * 0 - 1.5).log()), MEZZO_OF_X((x * 0 - 1.5).clamp_min(1e-6).log())),
+       {"Inputs: float32 [8, 8] in [-1.5, -1.5]", "finite either: log of a negative number"}},
+      {"SqrtOfBothSigns",
+       "a square root of positive and negative numbers",
+       traced_op(MEZZO_OF_X((x + 0.5).sqrt()), MEZZO_OF_X((x + 0.5).clamp_min(1e-6).sqrt())),
+       {"aten::sqrt (after norm)", "finite either: square root of a negative number"}},
       {"MeanOverNoLabels",
-       "a sum that is divided by an integer count of 0",
-       traced_loss([](const Tensor& y, bool cured) {
+       "a sum divided by an integer count of 0",
+       traced_loss([](const Tensor& y, bool fixed) {
          const Tensor labels = torch::zeros({}, torch::kLong);
-         return (y + 10).sum() / (cured ? labels + 1e-6 : labels);
+         return (y + 10).sum() / (fixed ? labels + 1e-6 : labels);
        }),
-       {"forward pass: aten::div, after head", "not known"}},
+       {"forward pass: aten::div (after head)", "unknown"}},
       {"MeanOfNothing",
-       "the mean of what a mask selects, which is nothing",
-       traced_loss([](const Tensor& y, bool cured) {
-         return y.masked_select(y > (cured ? -100 : 100)).mean();
+       "the mean of an empty masked_select",
+       traced_loss([](const Tensor& y, bool fixed) {
+         return y.masked_select(y > (fixed ? -100 : 100)).mean();
        }),
-       {"aten::mean, after head", "not known"}},
+       {"aten::mean (after head)", "unknown"}},
       {"LossOfNoBoxes",
-       "a smooth L1 loss where no box was matched",
-       traced_loss([](const Tensor& y, bool cured) {
-         const Tensor boxes = y.slice(0, 0, cured ? 8 : 0);
+       "a smooth L1 loss without matched boxes",
+       traced_loss([](const Tensor& y, bool fixed) {
+         const Tensor boxes = y.slice(0, 0, fixed ? 8 : 0);
          return F::smooth_l1_loss(boxes, torch::zeros_like(boxes));
        }),
-       {"aten::smooth_l1_loss, after head", "It read nothing", "not known"}},
+       {"aten::smooth_l1_loss (after head)", "Inputs: none", "unknown"}},
       {"LossOfNoTokens",
        "a cross entropy of no tokens",
-       traced_loss([](const Tensor& y, bool cured) {
-         const std::int64_t tokens = cured ? 8 : 0;
+       traced_loss([](const Tensor& y, bool fixed) {
+         const std::int64_t tokens = fixed ? 8 : 0;
          return F::cross_entropy(y.slice(0, 0, tokens), torch::zeros({tokens}, torch::kLong));
        }),
-       {"aten::cross_entropy_loss, after head", "not known"}},
-      {"RootOfZeroInBackward",
-       "the gradient of a root of 0",
-       traced(MEZZO_OF_X((x - x).sqrt() * x), MEZZO_OF_X((x - x + 1e-6).sqrt() * x)),
-       {"backward pass: ", "of SqrtBackward0, after norm", "it divided by 0"}},
-      {"LogThatWhereHides",
+       {"aten::cross_entropy_loss (after head)", "unknown"}},
+      {"SqrtOfZeroInBackward",
+       "the gradient of sqrt at 0",
+       traced_op(MEZZO_OF_X((x - x).sqrt() * x), MEZZO_OF_X((x - x + 1e-6).sqrt() * x)),
+       {"backward pass: ", "of SqrtBackward0 (after norm)", "finite either: division by 0"}},
+      {"LogUnderWhere",
        "where(x > 0, log(x), 0)",
-       traced(MEZZO_OF_X(torch::where(x > 0, (x * (x > 0)).log(), 0)),
+       traced_op(MEZZO_OF_X(torch::where(x > 0, (x * (x > 0)).log(), 0)),
               MEZZO_OF_X(torch::where(x > 0, (x * (x > 0)).clamp_min(1e-6).log(), 0))),
-       {"backward pass: ", "of LogBackward0, after norm", "it divided by 0"}},
+       {"backward pass: ", "of LogBackward0 (after norm)", "finite either: division by 0"}},
       {"PowerOfZeroInBackward",
        "the gradient of 0 to the power of 0.5",
-       traced(MEZZO_OF_X(x * (x - x).pow(0.5)), MEZZO_OF_X(x * (x - x).clamp_min(1e-6).pow(0.5))),
-       {"backward pass: ", "of PowBackward0", "not known"}},
+       traced_op(MEZZO_OF_X(x * (x - x).pow(0.5)), MEZZO_OF_X(x * (x - x).clamp_min(1e-6).pow(0.5))),
+       {"backward pass: ", "of PowBackward0", "unknown"}},
       {"ZeroToANegativePower",
-       "0 to the power of -0.5, where exponents are a tensor",
-       traced(MEZZO_OF_X((x * 0).pow(torch::full({8}, -0.5))),
+       "0 to the power of -0.5, with a tensor of exponents",
+       traced_op(MEZZO_OF_X((x * 0).pow(torch::full({8}, -0.5))),
               MEZZO_OF_X((x * 0).clamp_min(1e-2).pow(torch::full({8}, -0.5)))),
-       {"forward pass: aten::pow, after norm", "not known"}},
+       {"forward pass: aten::pow (after norm)", "unknown"}},
       {"Log1pOfMinusOne",
        "log1p of -1",
-       traced(MEZZO_OF_X((x * 0 - 1).log1p()), MEZZO_OF_X((x * 0 - 1).clamp_min(1e-3 - 1).log1p())),
-       {"forward pass: aten::log1p, after norm", "it took log1p of"}},
+       traced_op(MEZZO_OF_X((x * 0 - 1).log1p()), MEZZO_OF_X((x * 0 - 1).clamp_min(1e-3 - 1).log1p())),
+       {"forward pass: aten::log1p (after norm)", "finite either: log1p of"}},
       {"LogitOfOne",
-       "logit of a sigmoid that rounds to 1",
-       traced(MEZZO_OF_X((x * 0 + 30).sigmoid().logit()),
+       "the logit of a sigmoid that rounds to 1",
+       traced_op(MEZZO_OF_X((x * 0 + 30).sigmoid().logit()),
               MEZZO_OF_X((x * 0 + 30).sigmoid().clamp(1e-3, 1 - 1e-3).logit())),
-       {"forward pass: aten::logit, after norm", "not known"}},
+       {"forward pass: aten::logit (after norm)", "unknown"}},
       {"AcoshBelowOne",
        "acosh of 0.5",
-       traced(MEZZO_OF_X((x * 0 + 0.5).acosh()),
+       traced_op(MEZZO_OF_X((x * 0 + 0.5).acosh()),
               MEZZO_OF_X((x * 0 + 0.5).clamp_min(1 + 1e-3).acosh())),
-       {"forward pass: aten::acosh, after norm", "not known"}},
+       {"forward pass: aten::acosh (after norm)", "unknown"}},
       {"DeterminantOfASingularMatrix",
-       "the logarithm of the determinant of a covariance of 0",
-       traced(MEZZO_OF_X((x * 0).t().mm(x).logdet() * x),
+       "the log-determinant of a zero covariance",
+       traced_op(MEZZO_OF_X((x * 0).t().mm(x).logdet() * x),
               MEZZO_OF_X(((x * 0).t().mm(x) + torch::eye(8) * 1e-2).logdet() * x)),
-       {"aten::logdet, after norm", "not known"}},
+       {"aten::logdet (after norm)", "unknown"}},
       {"EqualEigenvalues",
-       "the gradient of eigenvectors whose eigenvalues are equal",
-       traced(MEZZO_OF_X(eigenvectors(x, torch::eye(8))),
+       "the gradient of eigenvectors with equal eigenvalues",
+       traced_op(MEZZO_OF_X(eigenvectors(x, torch::eye(8))),
               MEZZO_OF_X(eigenvectors(x, torch::arange(8).to(torch::kFloat).diag()))),
-       {"backward pass: ", "of LinalgEighBackward0", "it divided by 0"}},
+       {"backward pass: ", "of LinalgEighBackward0", "finite either: division by 0"}},
       {"AcosOutOfRange",
        "acos of 2",
-       traced(MEZZO_OF_X((x * 0 + 2).acos()), MEZZO_OF_X((x * 0 + 2).clamp(-0.999, 0.999).acos())),
-       {"forward pass: aten::acos, after norm", "it took acos of a number beyond 1"}},
+       traced_op(MEZZO_OF_X((x * 0 + 2).acos()), MEZZO_OF_X((x * 0 + 2).clamp(-0.999, 0.999).acos())),
+       {"forward pass: aten::acos (after norm)", "finite either: acos of a number outside"}},
       {"AngleOfEqualVectors",
        "the gradient of acos at 1",
-       traced(MEZZO_OF_X(x * (x * 0 + 1).acos()),
+       traced_op(MEZZO_OF_X(x * (x * 0 + 1).acos()),
               MEZZO_OF_X(x * (x * 0 + 1).clamp(-0.999, 0.999).acos())),
-       {"backward pass: ", "of AcosBackward0", "it divided by 0"}},
+       {"backward pass: ", "of AcosBackward0", "finite either: division by 0"}},
       {"ExpInFloat32",
        "exp of 100",
-       traced(MEZZO_OF_X((x * 0 + 100).exp()), MEZZO_OF_X((x * 0 + 80).exp())),
-       {"forward pass: aten::exp, after norm", "In float64 it is finite, up to"},
-       "keep its result smaller"},
-      {"DeviationOfOneValue",
-       "the deviation of a single value",
-       traced(MEZZO_OF_X(x / x.slice(1, 0, 1).std(-1, true, true)),
+       traced_op(MEZZO_OF_X((x * 0 + 100).exp()), MEZZO_OF_X((x * 0 + 80).exp())),
+       {"forward pass: aten::exp (after norm)", "In float64 the result is finite, up to"},
+       "reduce the magnitude of its result"},
+      {"StdOfOneValue",
+       "the standard deviation of one value",
+       traced_op(MEZZO_OF_X(x / x.slice(1, 0, 1).std(-1, true, true)),
               MEZZO_OF_X(x / x.std(-1, true, true))),
-       {"forward pass: aten::std, after norm", "not known"}},
+       {"forward pass: aten::std (after norm)", "unknown"}},
       {"LayerNormOverOneElement",
-       "a LayerNorm of one element whose eps is 0",
+       "a LayerNorm over one element with an eps of 0",
        traced_model<nn::LayerNorm>(
-           [](bool cured) {
-             return nn::LayerNorm(nn::LayerNormOptions({1}).eps(cured ? 1e-5 : 0));
+           [](bool fixed) {
+             return nn::LayerNorm(nn::LayerNormOptions({1}).eps(fixed ? 1e-5 : 0));
            },
            [](nn::LayerNorm& norm, bool) {
              return norm->forward(torch::ones({4, 1})).mean();
            }),
-       {"forward pass: aten::layer_norm", "not known"}},
+       {"forward pass: aten::layer_norm", "unknown"}},
       {"NegativeRunningVariance",
-       "a batch norm in eval mode whose running variance is -1",
+       "a batch norm in eval mode with a running variance of -1",
        traced_model<nn::BatchNorm1d>(
-           [](bool cured) {
+           [](bool fixed) {
              nn::BatchNorm1d norm(8);
              norm->running_var.fill_(-1);
-             if (cured) norm->reset_running_stats();
+             if (fixed) norm->reset_running_stats();
              norm->eval();
              return norm;
            },
            [](nn::BatchNorm1d& norm, bool) { return norm->forward(batch_of_ones()).mean(); }),
-       {"aten::batch_norm", "not known"}},
-      {"MaskThatMultipliesMinusInfinity",
-       "scores under a mask of -inf, times a mask of 0",
-       traced(MEZZO_OF_X(x.masked_fill(upper(), -kInf) * upper().logical_not().to(torch::kFloat)),
+       {"aten::batch_norm", "unknown"}},
+      {"MaskTimesMinusInf",
+       "scores masked with -inf, times a mask of 0",
+       traced_op(MEZZO_OF_X(x.masked_fill(upper(), -kInf) * upper().logical_not().to(torch::kFloat)),
               MEZZO_OF_X(x.masked_fill(upper(), -kInf).masked_fill(upper(), 0))),
-       {"forward pass: aten::mul, after norm", "not known"}},
-      {"MaximumOfAMaskedRow",
-       "a softmax by hand that subtracts the maximum of a row of -inf",
-       traced(MEZZO_OF_X(softmax_by_hand(x + torch::full_like(x, -kInf))),
-              MEZZO_OF_X(softmax_by_hand(x + torch::full_like(x, -kInf).triu(1)))),
-       {"forward pass: aten::sub, after norm", "not known"}},
-      {"SoftmaxOfAMaskedRow",
-       "a softmax of -inf alone",
-       traced(MEZZO_OF_X((x + torch::full_like(x, -kInf)).softmax(-1)),
+       {"forward pass: aten::mul (after norm)", "unknown"}},
+      {"MaxOfMaskedRow",
+       "a manual softmax that subtracts the maximum of a row of -inf",
+       traced_op(MEZZO_OF_X(manual_softmax(x + torch::full_like(x, -kInf))),
+              MEZZO_OF_X(manual_softmax(x + torch::full_like(x, -kInf).triu(1)))),
+       {"forward pass: aten::sub (after norm)", "unknown"}},
+      {"SoftmaxOfMaskedRow",
+       "a softmax over a row of -inf",
+       traced_op(MEZZO_OF_X((x + torch::full_like(x, -kInf)).softmax(-1)),
               MEZZO_OF_X((x + torch::full_like(x, -kInf).triu(1)).softmax(-1))),
-       {"aten::softmax, after norm", "not known"}},
-      {"LogSumExpOfAMaskedRow",
-       "the gradient of a logsumexp of -inf alone",
-       traced(MEZZO_OF_X(x * (x + torch::full_like(x, -kInf)).logsumexp(-1, true).exp()),
+       {"aten::softmax (after norm)", "unknown"}},
+      {"LogSumExpOfMaskedRow",
+       "the gradient of logsumexp over a row of -inf",
+       traced_op(MEZZO_OF_X(x * (x + torch::full_like(x, -kInf)).logsumexp(-1, true).exp()),
               MEZZO_OF_X(x * (x + torch::full_like(x, -kInf).triu(1)).logsumexp(-1, true).exp())),
-       {"backward pass: ", "of LogsumexpBackward0", "not known"}},
-      {"AttentionOverPaddingAlone",
-       "MultiheadAttention with a sequence that is all padding",
+       {"backward pass: ", "of LogsumexpBackward0", "unknown"}},
+      {"AttentionOverPadding",
+       "MultiheadAttention with a sequence of padding only",
        traced_model<nn::MultiheadAttention>([](bool) { return nn::MultiheadAttention(8, 2); },
                                             padded_attention),
-       {"aten::softmax", "not known"}},
-      {"LabelOfABannedWord",
-       "smoothed labels of scores of which one is -inf",
-       traced_loss(loss_over_a_ban),
-       {"aten::cross_entropy_loss, after head", "not known"}},
+       {"aten::softmax", "unknown"}},
+      {"LabelSmoothingWithBannedClass",
+       "label smoothing with a score of -inf",
+       traced_loss(loss_with_banned_class),
+       {"aten::cross_entropy_loss (after head)", "unknown"}},
       {"LossOfNoLabels",
-       "cross entropy where every label is ignored",
-       traced_loss([](const Tensor& y, bool cured) {
-         return F::cross_entropy(y, torch::full({8}, cured ? 1 : -100, torch::kLong));
+       "cross entropy with all labels ignored",
+       traced_loss([](const Tensor& y, bool fixed) {
+         return F::cross_entropy(y, torch::full({8}, fixed ? 1 : -100, torch::kLong));
        }),
-       {"aten::cross_entropy_loss, after head", "not known"}},
-      {"CtcOfTooManyLabels",
-       "a CTC loss of more labels than steps",
-       traced_loss([](const Tensor& y, bool cured) { return ctc_of(y, 12, cured); }),
-       {"aten::ctc_loss", "not known"}},
-      {"NanInTheBatch",
+       {"aten::cross_entropy_loss (after head)", "unknown"}},
+      {"CtcWithTooManyLabels",
+       "a CTC loss with more labels than time steps",
+       traced_loss([](const Tensor& y, bool fixed) { return ctc_of(y, 12, fixed); }),
+       {"aten::ctc_loss", "unknown"}},
+      {"NanInBatch",
        "a NaN in the batch",
-       [](bool cured) {
-         PatientImpl model;
+       [](bool fixed) {
+         TestModelImpl model;
          Tensor batch = batch_of_ones();
-         if (!cured) batch[3][2] = kNan;
-         return trace_of(model, [&] { model.forward(batch); });
+         if (!fixed) batch[3][2] = kNan;
+         return first_anomaly(model, [&] { model.forward(batch); });
        },
-       {"in body", "no result that was watched is its source"},
-       "look at the batch"},
-      {"NanThatNoOpWrote",
-       "a NaN that a raw pointer writes into a constant",
-       [](bool cured) {
-         PatientImpl model([=](const Tensor& x) { return with_raw_write(x, cured); });
-         return trace_of(model, [&] { model.forward(batch_of_ones()); });
+       {"in body", "no traced op produced it"},
+       "check the batch"},
+      {"NanOfRawPointer",
+       "a NaN written to a constant through a raw pointer",
+       [](bool fixed) {
+         TestModelImpl model([=](const Tensor& x) { return with_raw_write(x, fixed); });
+         return first_anomaly(model, [&] { model.forward(batch_of_ones()); });
        },
-       {"aten::add, after norm", "no result that was watched is its source"},
-       "at constants and buffers"},
-      {"NanInTheThirdMicroBatch",
+       {"aten::add (after norm)", "no traced op produced it"},
+       "constants, buffers"},
+      {"NanInThirdMicroBatch",
        "a NaN in the third of three micro-batches",
-       trace_of_micro_batches,
-       {"2: forward pass: ", "no result that was watched is its source"},
-       "look at the batch"},
-      {"InfInOneWeight",
+       trace_micro_batches,
+       {"2: forward pass: ", "no traced op produced it"},
+       "check the batch"},
+      {"InfWeight",
        "an inf in head.weight",
        traced_weight("head.weight", kInf),
-       {"in head", "The parameter head.weight is not finite: no step"},
-       "load a checkpoint"},
-      {"LogBehindFourOfNoHarm",
-       "a log of 0 behind large scalars, a running minimum, a masked row and a sigmoid by hand",
-       traced(log_behind_no_harm, MEZZO_OF_X((x * 0).clamp_min(1e-6).log())),
-       {"forward pass: aten::log, after norm made float32", "it took the logarithm of 0", "rounding can make"}},
+       {"in head", "Parameter head.weight is not finite, and later steps cannot restore it"},
+       "load an earlier checkpoint"},
+      {"LogAfterHarmlessInfs",
+       "a log of 0 after large scalars, a running minimum, a masked row and a manual sigmoid",
+       traced_op(log_after_harmless_infs, MEZZO_OF_X((x * 0).clamp_min(1e-6).log())),
+       {"forward pass: aten::log (after norm) produced float32", "finite either: log of 0", "rounding can turn"}},
       {"LossScaleTooHigh",
-       "a loss scale of 2^24 in half",
-       [](bool cured) { return trace_of_scale(cured ? 256 : 16777216); },
-       {"backward pass: ", "would hold it without the loss scale",
-        "nothing is wrong with the model", "it is finite, up to"},
-       "the scaler lowers that"},
+       "a loss scale of 2^24 in float16",
+       [](bool fixed) { return trace_loss_scale(fixed ? 256 : 16777216); },
+       {"backward pass: ", "without the loss scale of", "the model needs no change",
+        "the result is finite, up to"},
+       "GradScaler will lower the scale"},
 
-      // What half does not hold.
-      {"ExpInHalf",
-       "exp of 12 in half",
-       widened(MEZZO_OF_X((x * 0 + 12).exp()), bfloat16),
-       {"aten::exp, after norm", "In float32 it is finite, up to 1.63e+05"},
+      // Values outside float16's range or precision.
+      {"ExpInFloat16",
+       "exp of 12 in float16",
+       traced_float16_op(MEZZO_OF_X((x * 0 + 12).exp()), bfloat16),
+       {"aten::exp (after norm)", "In float32 the result is finite, up to 1.63e+05"},
        "use bfloat16"},
-      {"MaskTimesMinus1e9InHalf",
-       "(1 - mask) * -1e9 in half",
-       widened(MEZZO_OF_X((x + (1 - torch::zeros_like(x)) * -1e9).softmax(-1)), bfloat16),
-       {"aten::mul, after norm", "In float32 it is finite, up to 1e+09"},
+      {"MaskTimesMinus1e9InFloat16",
+       "(1 - mask) * -1e9 in float16",
+       traced_float16_op(MEZZO_OF_X((x + (1 - torch::zeros_like(x)) * -1e9).softmax(-1)), bfloat16),
+       {"aten::mul (after norm)", "In float32 the result is finite, up to 1e+09"},
        "use bfloat16"},
       {"AttentionWithoutScale",
-       "attention logits that are not divided by the root of the width",
-       widened(MEZZO_OF_X(torch::matmul(x * 150, (x * 150).t()).softmax(-1)), bfloat16),
-       {"aten::matmul, after norm", "In float32 it is finite, up to"},
+       "attention scores without the 1/sqrt(d) scale",
+       traced_float16_op(MEZZO_OF_X(torch::matmul(x * 150, (x * 150).t()).softmax(-1)), bfloat16),
+       {"aten::matmul (after norm)", "In float32 the result is finite, up to"},
        "use bfloat16"},
       {"ResidualsOf60Layers",
-       "60 residual layers, each of which grows by a quarter",
-       widened(MEZZO_OF_X(residual_layers(x)), bfloat16),
-       {"aten::add, after norm", "In float32 it is finite, up to"},
+       "60 residual layers that each grow by 25 %",
+       traced_float16_op(MEZZO_OF_X(residual_layers(x)), bfloat16),
+       {"aten::add (after norm)", "In float32 the result is finite, up to"},
        "use bfloat16"},
-      {"SumByHand",
-       "a sum of squares of 8 numbers of 150, one after the other",
-       widened(sum_by_hand, bfloat16),
-       {"aten::add, after norm", "In float32 it is finite, up to"},
+      {"ManualSum",
+       "a sequential sum of 8 squares of 150",
+       traced_float16_op(manual_sum, bfloat16),
+       {"aten::add (after norm)", "In float32 the result is finite, up to"},
        "use bfloat16"},
-      {"ConvolutionInHalf",
-       "a convolution whose sums leave half",
+      {"ConvolutionInFloat16",
+       "a convolution whose sums exceed float16",
        traced_layer<nn::Conv2d>(large_conv, torch::ones({1, 8, 4, 4})),
-       {"In float32 it is finite, up to 3.6e+05"},
+       {"In float32 the result is finite, up to 3.6e+05"},
        "use bfloat16"},
-      {"EpsLostInHalf",
-       "0 / (0 + 1e-12) in half",
-       widened(MEZZO_OF_X((x * 0) / (x * 0 + 1e-12)), single),
-       {"forward pass: aten::div, after norm", "it divided by 0", "rounding can make"},
+      {"EpsUnderflow",
+       "0 / (0 + 1e-12) in float16",
+       traced_float16_op(MEZZO_OF_X((x * 0) / (x * 0 + 1e-12)), single),
+       {"forward pass: aten::div (after norm)", "finite either: division by 0", "rounding can turn"},
        "trace the step in float32"},
-      {"EpsLostInDice",
-       "a float32 number divided by a sum in half, to which 1e-8 was added",
-       widened(MEZZO_OF_X(x * (torch::zeros({}) / ((x * 0).sum() + 1e-8))), single),
-       {"forward pass: aten::div, after norm", "it divided by 0", "rounding can make"},
+      {"EpsUnderflowInDice",
+       "a float32 number divided by a float16 sum plus 1e-8",
+       traced_float16_op(MEZZO_OF_X(x * (torch::zeros({}) / ((x * 0).sum() + 1e-8))), single),
+       {"forward pass: aten::div (after norm)", "finite either: division by 0", "rounding can turn"},
        "trace the step in float32"},
-      {"EpsLostInRmsNorm",
-       "an RMSNorm by hand with an eps of 1e-8 in half",
-       widened(MEZZO_OF_X(x * ((x * 0).square().mean(-1, true) + 1e-8).rsqrt()), single),
-       {"aten::rsqrt, after norm", "it divided by 0", "rounding can make"},
+      {"EpsUnderflowInRmsNorm",
+       "a manual RMSNorm with an eps of 1e-8 in float16",
+       traced_float16_op(MEZZO_OF_X(x * ((x * 0).square().mean(-1, true) + 1e-8).rsqrt()), single),
+       {"aten::rsqrt (after norm)", "finite either: division by 0", "rounding can turn"},
        "trace the step in float32"},
-      {"CancellationInHalf",
-       "E[x^2] - E[x]^2 in half, which rounding makes negative",
-       widened(MEZZO_OF_X(deviation_by_hand(x, 8, 0)), single),
-       {"it took the root of a negative number", "rounding can make"},
+      {"CancellationInFloat16",
+       "E[x^2] - E[x]^2 in float16, negative after rounding",
+       traced_float16_op(MEZZO_OF_X(manual_std(x, 8, 0)), single),
+       {"finite either: square root of a negative number", "rounding can turn"},
        "trace the step in float32"},
       {"CancellationInFloat32",
-       "E[x^2] - E[x]^2 of numbers about 3e4 in float32",
-       traced(MEZZO_OF_X(deviation_by_hand(x, 3e4, 0)),
-              MEZZO_OF_X(deviation_by_hand(x, 3e4, 1e-3))),
-       {"aten::sqrt", "it took the root of a negative number"}},
+       "E[x^2] - E[x]^2 of values near 3e4 in float32",
+       traced_op(MEZZO_OF_X(manual_std(x, 3e4, 0)),
+              MEZZO_OF_X(manual_std(x, 3e4, 1e-3))),
+       {"aten::sqrt", "finite either: square root of a negative number"}},
       {"LogOfOneMinusP",
-       "log(1 - p) in half, where p becomes 1",
-       widened(MEZZO_OF_X((1 - (x * 0 + 9).sigmoid()).log()), single),
-       {"aten::log", "it took the logarithm of 0", "rounding can make"},
+       "log(1 - p) in float16, where p rounds to 1",
+       traced_float16_op(MEZZO_OF_X((1 - (x * 0 + 9).sigmoid()).log()), single),
+       {"aten::log", "finite either: log of 0", "rounding can turn"},
        "trace the step in float32"},
   };
-  for (PlantedFault& fault : faults) {
+  for (FaultCase& fault : faults) {
     if (*fault.remedy != '\0') continue;
-    const bool is_known =
-        std::any_of(fault.names.begin(), fault.names.end(),
-                    [](const std::string& name) { return name.starts_with("it "); });
-    const bool is_backward = is_known && fault.names.front().starts_with("backward");
-    fault.remedy = !is_known     ? "look at the ranges of what it read"
-                   : is_backward ? "keep what the op of the forward pass read away from there"
-                                 : "clamp what it reads";
+    const bool has_cause =
+        std::any_of(fault.expected.begin(), fault.expected.end(),
+                    [](const std::string& part) { return part.starts_with("finite either: "); });
+    const bool is_backward = has_cause && fault.expected.front().starts_with("backward");
+    fault.remedy = !has_cause    ? "check the input ranges"
+                   : is_backward ? "keep the input of the forward op away from this value"
+                                 : "clamp the input or add an eps";
   }
   return faults;
 }
 
-std::vector<HealthyRun> healthy_traces() {
-  std::vector<HealthyRun> runs;
+std::vector<HealthyCase> healthy_anomaly_trace_cases() {
+  std::vector<HealthyCase> cases;
   const std::vector<std::pair<const char*, std::function<std::string(at::ScalarType)>>> all = {
-      {"TracedInfsThatReachNothing", trace_of_harmless},
-      {"TracedRunningExtremes",
-       [](at::ScalarType dtype) { return trace_of_op(running_extremes, dtype); }},
-      {"TracedGuardedZeros",
-       [](at::ScalarType dtype) { return trace_of_op(guarded_zeros, dtype); }},
+      {"HarmlessInfs", trace_harmless_infs},
+      {"RunningMinMax", [](at::ScalarType dtype) { return trace_op(running_min_max, dtype); }},
+      {"GuardedZeros", [](at::ScalarType dtype) { return trace_op(guarded_zeros, dtype); }},
   };
-  for (const auto& [name, said] : all) {
+  for (const auto& [name, run] : all) {
     for (const at::ScalarType dtype : {torch::kFloat, torch::kBFloat16, torch::kHalf}) {
-      runs.push_back({name, [said, dtype] { return said(dtype); }});
+      cases.push_back({name, [run, dtype] { return run(dtype); }});
     }
   }
-  return runs;
+  return cases;
 }
 
 }  // namespace diagnostics_test

@@ -1,4 +1,4 @@
-/// What the blocks of docs/debugging.md share. See debugging_page.py.
+/// Fixture of the code blocks in docs/debugging.md. See debugging_page.py.
 #pragma once
 
 #include <mezzo/checkpoint.h>
@@ -18,7 +18,7 @@
 
 #include "../support/temp_dir.h"
 
-/// A classifier with three batches, in a folder that goes with the test.
+/// A classifier with three batches, and a temporary working directory.
 class DebuggingPage : public testing::Test {
  protected:
   struct Batch {
@@ -43,5 +43,5 @@ class DebuggingPage : public testing::Test {
   mezzo::GradScaler scaler;
   torch::nn::CrossEntropyLoss criterion;
   std::vector<Batch> batches;
-  torch::nn::Linear net_g{4, 8}, net_d{8, 1};  // of a program with two models
+  torch::nn::Linear net_g{4, 8}, net_d{8, 1};  // for blocks with two models
 };

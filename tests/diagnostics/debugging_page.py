@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Makes a test of each C++ block in docs/debugging.md.
+"""Generates a test from each C++ block in docs/debugging.md.
 
     debugging_page.py PAGE OUTPUT
 
-Writes tests of the fixture in debugging_page.h, a block each, so that what users copy compiles and runs.
+The tests use the fixture in debugging_page.h.
 """
 
 import pathlib
@@ -18,9 +18,9 @@ def main():
     tests = [f"TEST_F(DebuggingPage, Block{i}Runs) {{\n{block}}}\n" for i, block in enumerate(blocks, start=1)]
     header = pathlib.Path(__file__).resolve().with_suffix(".h")
     text = f'#include "{header}"\n\n' + "\n".join(tests)
-    made = pathlib.Path(sys.argv[2])
-    if not made.exists() or made.read_text(encoding="utf-8") != text:
-        made.write_text(text, encoding="utf-8")
+    output = pathlib.Path(sys.argv[2])
+    if not output.exists() or output.read_text(encoding="utf-8") != text:
+        output.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 /// \file
-/// A hundred faults that people plant by accident, what the tool that a user meets first says of
-/// each, and whether doing what it says cures the run. The tables lie in planted_*.cpp, one for
-/// each tool; diagnostics_accuracy_test.cpp grades them.
+/// About a hundred common faults with the output of the tool that a user runs first, and with the
+/// output after its remedy was applied; and runs without faults. The tables are in *_cases.cpp, one
+/// per tool; diagnostics_accuracy_test.cpp grades them.
 #pragma once
 
 #include <torch/torch.h>
@@ -21,43 +21,43 @@ namespace nn = torch::nn;
 inline constexpr float kInf = std::numeric_limits<float>::infinity();
 inline constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
-/// What is said where nothing is found.
+/// The output of a tool that finds nothing.
 inline constexpr const char* kNothing = "nothing";
 
-/// A run with the fault, or with what `remedy` says done.
-using Run = std::function<std::string(bool cured)>;
+/// Runs the program with the fault, or with the remedy applied, and returns the tool's output.
+using Run = std::function<std::string(bool fixed)>;
 
-struct PlantedFault {
+struct FaultCase {
   const char* name;
-  const char* planted;  ///< in words
-  Run said;
-  std::vector<std::string> names;  ///< what a right answer says: the cause and the place
-  /// What to do, as it is printed: `said(true)` follows it. Empty: the tool prints no remedy.
+  const char* description;
+  Run run;
+  std::vector<std::string> expected;  ///< substrings of correct output: cause and location
+  /// Substring of the printed remedy, which `run(true)` applies; empty if the tool prints none.
   const char* remedy = "";
 };
 
-std::vector<PlantedFault> anomalies();       // asked of AnomalyTrace
-std::vector<PlantedFault> divergences();     // asked of DivergenceMonitor
-std::vector<PlantedFault> overflows();       // asked of OverflowReport
-std::vector<PlantedFault> lost_precision();  // asked of UnderflowReport
-std::vector<PlantedFault> before_the_run();  // asked of the doctor
+std::vector<FaultCase> anomaly_trace_cases();       // AnomalyTrace
+std::vector<FaultCase> divergence_monitor_cases();  // DivergenceMonitor
+std::vector<FaultCase> overflow_report_cases();     // OverflowReport
+std::vector<FaultCase> underflow_report_cases();    // UnderflowReport
+std::vector<FaultCase> precision_check_cases();     // check_precision
 
-/// A run that is well; `said` asks a tool.
-struct HealthyRun {
+/// A run without faults; `run` returns the output of a tool.
+struct HealthyCase {
   std::string name;
-  std::function<std::string()> said;
+  std::function<std::string()> run;
 };
 
-std::vector<HealthyRun> healthy_traces();          // what AnomalyTrace passes over
-std::vector<HealthyRun> healthy_runs();            // what DivergenceMonitor passes over
-std::vector<HealthyRun> healthy_forward_passes();  // what the doctor passes over
-std::vector<HealthyRun> healthy_models();          // asked of all three, in each dtype
+std::vector<HealthyCase> healthy_anomaly_trace_cases();
+std::vector<HealthyCase> healthy_divergence_monitor_cases();
+std::vector<HealthyCase> healthy_precision_check_cases();
+std::vector<HealthyCase> healthy_model_cases();  // all three tools, in each dtype
 
 using Op = std::function<Tensor(const Tensor&)>;
 
-/// Two layers and a norm, with room for a fault between the last two.
-struct PatientImpl : nn::Module {
-  explicit PatientImpl(Op fault = {}) : planted(std::move(fault)) {
+/// Linear, LayerNorm, an optional op with a fault, Linear.
+struct TestModelImpl : nn::Module {
+  explicit TestModelImpl(Op fault = {}) : fault(std::move(fault)) {
     torch::manual_seed(0);
     register_module("body", body);
     register_module("norm", norm);
@@ -65,34 +65,37 @@ struct PatientImpl : nn::Module {
   }
   Tensor forward(const Tensor& x) {
     Tensor hidden = norm->forward(body->forward(x));
-    if (planted) hidden = planted(hidden);
+    if (fault) hidden = fault(hidden);
     return head->forward(hidden.to(head->weight.scalar_type()));
   }
   Tensor parameter(const std::string& name) { return named_parameters()[name]; }
 
-  Op planted;
+  Op fault;
   nn::Linear body{8, 8};
   nn::LayerNorm norm{nn::LayerNormOptions({8})};
   nn::Linear head{8, 8};
 };
-TORCH_MODULE(Patient);
+TORCH_MODULE(TestModel);
 
 inline Tensor batch_of_ones() { return torch::ones({8, 8}); }
 
-/// Puts `value` at `index` of a parameter, or of its gradient.
-inline void plant(const Tensor& tensor, std::int64_t index, float value) {
+/// Sets one element of a tensor.
+inline void set_element(const Tensor& tensor, std::int64_t index, float value) {
   const torch::NoGradGuard no_grad;
   tensor.view({-1})[index] = value;
 }
 
-inline void plant_in_gradient(const Tensor& parameter, std::int64_t index, float value) {
+/// Sets one element of the gradient in every backward pass.
+inline void set_grad_element(const Tensor& parameter, std::int64_t index, float value) {
   parameter.register_hook([index, value](const Tensor& gradient) {
-    Tensor faulty = gradient.clone();
-    plant(faulty, index, value);
-    return faulty;
+    Tensor modified = gradient.clone();
+    set_element(modified, index, value);
+    return modified;
   });
 }
 
-inline Tensor squares(PatientImpl& model) { return model.forward(batch_of_ones()).square().mean(); }
+inline Tensor mean_square(TestModelImpl& model) {
+  return model.forward(batch_of_ones()).square().mean();
+}
 
 }  // namespace diagnostics_test

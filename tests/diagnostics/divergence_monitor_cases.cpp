@@ -1,8 +1,9 @@
-// Is the run lost, and why? Asked of DivergenceMonitor.
+// Faults for DivergenceMonitor: runs that diverge.
 
 #include <mezzo/autocast/autocast_guard.h>
+#include <mezzo/diagnostics/divergence_monitor.h>
+#include <mezzo/diagnostics/finding.h>
 #include <mezzo/diagnostics/metrics_logger.h>
-#include <mezzo/diagnostics/overflow_report.h>
 #include <mezzo/distributed/distributed_data_parallel.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/sgd.h>
@@ -24,432 +25,452 @@
 namespace diagnostics_test {
 namespace {
 
-/// What the watch says while `model` trains; `loss` is asked each step.
+/// Trains `model` with `loss`, and returns the first finding.
 template <class Optimizer>
-std::string watch_of(nn::Module& model, Optimizer&& optimizer, const std::function<Tensor()>& loss,
-                     mezzo::DivergenceMonitorOptions options = {}, double init_scale = 65536) {
-  std::string said = kNothing;
-  options.callback = [&said](const mezzo::Finding& finding) { said = finding.message(); };
+std::string monitor_run(nn::Module& model, Optimizer&& optimizer,
+                        const std::function<Tensor()>& loss,
+                        mezzo::DivergenceMonitorOptions options = {}, double init_scale = 65536) {
+  std::string output = kNothing;
+  options.callback = [&output](const mezzo::Finding& finding) { output = finding.message(); };
   mezzo::MetricsLogger logger;
   logger.add_callback(mezzo::DivergenceMonitor(model, options));
   mezzo::GradScaler scaler({.init_scale = init_scale});
   scaler.on_skip(nullptr);
-  for (int step = 0; step < 30 && said == kNothing; ++step) {
+  for (int step = 0; step < 30 && output == kNothing; ++step) {
     optimizer.zero_grad();
-    const Tensor now = loss();
-    scaler.scale(now).backward();
+    const Tensor step_loss = loss();
+    scaler.scale(step_loss).backward();
     const auto result = scaler.step(optimizer, mezzo::StepOptions{});
     scaler.update();
-    logger.record(result, now);
+    logger.record(result, step_loss);
     logger.flush();
   }
-  return said;
+  return output;
 }
 
-/// The same where each step is applied, whatever its gradients are.
-std::string watch_without_scaler(nn::Module& model, mezzo::optim::AdamW& optimizer,
-                                 const std::function<Tensor()>& loss) {
-  std::string said = kNothing;
-  mezzo::DivergenceMonitor watch(
-      model, {.callback = [&said](const mezzo::Finding& finding) { said = finding.message(); }});
-  for (int step = 1; step <= 30 && said == kNothing; ++step) {
+/// As monitor_run, without a GradScaler: applies every step.
+std::string monitor_run_without_scaler(nn::Module& model, mezzo::optim::AdamW& optimizer,
+                                       const std::function<Tensor()>& loss) {
+  std::string output = kNothing;
+  mezzo::DivergenceMonitor monitor(model, {.callback = [&output](const mezzo::Finding& finding) {
+                                     output = finding.message();
+                                   }});
+  for (int step = 1; step <= 30 && output == kNothing; ++step) {
     optimizer.zero_grad();
-    const Tensor now = loss();
-    now.backward();
+    const Tensor step_loss = loss();
+    step_loss.backward();
     optimizer.step();
-    watch({.step = step, .loss = now.item<double>()});
+    monitor({.step = step, .loss = step_loss.item<double>()});
   }
-  return said;
+  return output;
 }
 
-Run weight(const std::string& parameter, float value, at::ScalarType dtype) {
-  return [=](bool cured) {
-    PatientImpl model;
+Run diverging_weight(const std::string& parameter, float value, at::ScalarType dtype) {
+  return [=](bool fixed) {
+    TestModelImpl model;
     model.to(dtype);
-    if (!cured) plant(model.parameter(parameter), 3, value);
-    return watch_of(model, mezzo::optim::AdamW(model.parameters(), 1e-3), [&] {
+    if (!fixed) set_element(model.parameter(parameter), 3, value);
+    return monitor_run(model, mezzo::optim::AdamW(model.parameters(), 1e-3), [&] {
       return model.forward(batch_of_ones().to(dtype)).to(torch::kFloat).square().mean();
     });
   };
 }
 
-/// A buffer of `fill` that half makes inf, so that a softmax is 0 / 0 or NaN.
-Run buffer(double fill) {
-  return [=](bool cured) {
-    PatientImpl model;
+/// A buffer of `fill`, which float16 turns into inf, so that a softmax is NaN.
+Run diverging_buffer(double fill) {
+  return [=](bool fixed) {
+    TestModelImpl model;
     const Tensor mask = model.register_buffer("mask", torch::full({8}, fill));
-    const auto dtype = cured ? torch::kBFloat16 : torch::kHalf;
-    return watch_of(model, mezzo::optim::SGD(model.parameters(), 1e-3), [&] {
+    const auto dtype = fixed ? torch::kBFloat16 : torch::kHalf;
+    return monitor_run(model, mezzo::optim::SGD(model.parameters(), 1e-3), [&] {
       const Tensor scores = model.forward(batch_of_ones()).to(dtype);
       return (scores + mask.to(dtype)).softmax(-1).to(torch::kFloat).sum();
     });
   };
 }
 
-/// Least squares by an optimizer of `make(model, factor)`, whose rate is to be multiplied by
-/// `factor`: the cure divides it by 10 until the loss falls, as the watch says.
+/// Trains with the learning rate multiplied by `factor`, and returns the first finding.
 using Trial =
     std::function<std::string(nn::Sequential& model, const Tensor& inputs, double factor)>;
 
-Run least_squares(Trial trial, bool divides_rate = true) {
-  return [=](bool cured) {
+/// Least squares; fixed by dividing the learning rate by 10 until the loss decreases, as the remedy
+/// says.
+Run least_squares(Trial trial, bool divides_lr = true) {
+  return [=](bool fixed) {
     const auto run = [&](double factor) {
       torch::manual_seed(0);
       nn::Sequential model(nn::Linear(8, 8), nn::Linear(8, 1));
       return trial(model, torch::randn({32, 8}), factor);
     };
-    std::string said = run(cured ? 0.1 : 1);
-    for (double factor = 0.01; cured && divides_rate && said != kNothing && factor > 1e-24;
+    std::string output = run(fixed ? 0.1 : 1);
+    for (double factor = 0.01; fixed && divides_lr && output != kNothing && factor > 1e-24;
          factor /= 10) {
-      said = run(factor);
+      output = run(factor);
     }
-    return said;
+    return output;
   };
 }
 
 template <class Optimizer>
-Run rate(double value) {
+Run lr_case(double lr) {
   return least_squares([=](nn::Sequential& model, const Tensor& inputs, double factor) {
-    return watch_of(*model, Optimizer(model->parameters(), value * factor),
-                    [&] { return model->forward(inputs).sub(1).square().mean(); });
+    return monitor_run(*model, Optimizer(model->parameters(), lr * factor),
+                       [&] { return model->forward(inputs).sub(1).square().mean(); });
   });
 }
 
-Run sgd(const std::function<mezzo::optim::SGDOptions(bool cured)>& options, double inputs_are = 1) {
+Run sgd_case(const std::function<mezzo::optim::SGDOptions(bool fixed)>& options,
+             double input_scale = 1) {
   return least_squares(
       [=](nn::Sequential& model, const Tensor& inputs, double factor) {
-        const bool cured = factor != 1;
-        return watch_of(*model, mezzo::optim::SGD(model->parameters(), options(cured)), [&] {
-          return model->forward(inputs * (cured ? 1 : inputs_are)).sub(1).square().mean();
+        const bool fixed = factor != 1;
+        return monitor_run(*model, mezzo::optim::SGD(model->parameters(), options(fixed)), [&] {
+          return model->forward(inputs * (fixed ? 1 : input_scale)).sub(1).square().mean();
         });
       },
-      /*divides_rate=*/false);
+      /*divides_lr=*/false);
 }
 
-/// AdamW with these options, where the gradient of one parameter is 0, with a scaler or without.
-Run adamw(const std::function<mezzo::optim::AdamWOptions(bool cured)>& options, bool scales,
-          at::ScalarType dtype = torch::kFloat,
-          const mezzo::optim::WeightStorageOptions& weights = {}) {
-  return [=](bool cured) {
-    PatientImpl model;
+/// AdamW with a zero gradient of one parameter, with or without a GradScaler.
+Run adamw_case(const std::function<mezzo::optim::AdamWOptions(bool fixed)>& options,
+               bool uses_scaler, at::ScalarType dtype = torch::kFloat,
+               const mezzo::optim::WeightStorageOptions& weights = {}) {
+  return [=](bool fixed) {
+    TestModelImpl model;
     model.to(dtype);
-    mezzo::optim::AdamW optimizer(model.parameters(), options(cured), weights);
+    mezzo::optim::AdamW optimizer(model.parameters(), options(fixed), weights);
     const auto loss = [&] {
       return (model.forward(batch_of_ones().to(dtype)) * torch::eye(8)[0]).square().mean();
     };
-    return scales ? watch_of(model, optimizer, loss) : watch_without_scaler(model, optimizer, loss);
+    return uses_scaler ? monitor_run(model, optimizer, loss)
+                       : monitor_run_without_scaler(model, optimizer, loss);
   };
 }
 
-Run loss_of(Op faulty, Op cure, std::optional<int> rank = std::nullopt) {
-  return [=](bool cured) {
-    PatientImpl model;
-    return watch_of(model, mezzo::optim::AdamW(model.parameters(), 1e-4),
-                    [&] { return (cured ? cure : faulty)(squares(model)); }, {.rank = rank});
+Run diverging_loss(Op faulty, Op fixed_loss, std::optional<int> rank = std::nullopt) {
+  return [=](bool fixed) {
+    TestModelImpl model;
+    return monitor_run(model, mezzo::optim::AdamW(model.parameters(), 1e-4),
+                       [&] { return (fixed ? fixed_loss : faulty)(mean_square(model)); },
+                       {.rank = rank});
   };
 }
 
-/// The gradient of one parameter is bad in every step, and the loss is fine.
-Run gradient(const std::string& parameter, double init_scale) {
-  return [=](bool cured) {
-    PatientImpl model;
-    if (!cured) plant_in_gradient(model.parameter(parameter), 0, kInf);
-    return watch_of(
-        model, mezzo::optim::AdamW(model.parameters(), 1e-4), [&] { return squares(model); }, {},
-        init_scale);
+/// A finite loss, and in every step an inf in the gradient of one parameter.
+Run diverging_gradient(const std::string& parameter, double init_scale) {
+  return [=](bool fixed) {
+    TestModelImpl model;
+    if (!fixed) set_grad_element(model.parameter(parameter), 0, kInf);
+    return monitor_run(
+        model, mezzo::optim::AdamW(model.parameters(), 1e-4), [&] { return mean_square(model); },
+        {}, init_scale);
   };
 }
 
-/// What rank 0 of two says when the gradients of rank 1, which it averages with, are bad.
-std::string watch_beside_a_bad_rank(bool cured) {
-  Patient model;
+/// Rank 0 of two, which receives inf in the all-reduced gradients.
+std::string monitor_rank_0(bool fixed) {
+  TestModel model;
   const auto ranks = distributed_test::make_recording_backend(
       distributed_test::make_fake_backend(2),
       [=](const std::string& collective, const Tensor& tensor) {
         const bool is_gradient = collective == "average" || collective == "sum";
-        if (!cured && is_gradient && tensor.is_floating_point()) plant(tensor, 0, kInf);
+        if (!fixed && is_gradient && tensor.is_floating_point()) set_element(tensor, 0, kInf);
       });
   mezzo::DistributedDataParallel parallel(model, ranks);
-  return watch_of(*model, mezzo::optim::AdamW(model->parameters(), 1e-4),
-                  [&] { return parallel(batch_of_ones()).square().mean(); }, {.rank = 0});
+  return monitor_run(*model, mezzo::optim::AdamW(model->parameters(), 1e-4),
+                     [&] { return parallel(batch_of_ones()).square().mean(); }, {.rank = 0});
 }
 
-/// One NaN batch, the tenth, in a run that is well. `size` multiplies each batch's loss.
-struct NanBatch {
+/// A healthy run with NaN in the tenth batch.
+struct NanBatchOptions {
   at::ScalarType dtype = torch::kFloat;
-  double init_scale = 65536;  // 0: no scaler, and so no skip
-  double small = 1;           // what the first weights are multiplied by
-  std::function<double(int)> size = [](int) { return 1.0; };
-  double mask = 0;  // of a buffer that nothing casts
+  double init_scale = 65536;                                         // 0: without a GradScaler
+  double weight_factor = 1;                                          // of the initial weights
+  std::function<double(int)> loss_factor = [](int) { return 1.0; };  // by step
+  double mask = 0;  // value of a buffer that is not cast
 };
 
-Run nan_batch(const NanBatch& run) {
-  return [=](bool cured) {
+Run nan_batch_case(const NanBatchOptions& options) {
+  return [=](bool fixed) {
     torch::manual_seed(0);
     nn::Sequential model(nn::Linear(8, 16), nn::Tanh(), nn::Linear(16, 1));
     {
       const torch::NoGradGuard no_grad;
-      for (const Tensor& parameter : model->parameters()) parameter.mul_(run.small);
+      for (const Tensor& parameter : model->parameters()) parameter.mul_(options.weight_factor);
     }
-    model->register_buffer("mask", torch::full({8}, run.mask));
-    model->to(run.dtype);
-    const Tensor inputs = torch::randn({32, 8}, run.dtype);
+    model->register_buffer("mask", torch::full({8}, options.mask));
+    model->to(options.dtype);
+    const Tensor inputs = torch::randn({32, 8}, options.dtype);
     const Tensor targets = inputs.sum(-1, true);
     int step = 0;
     const auto loss = [&] {
       Tensor batch = inputs.clone();
-      if (step == 9 && !cured) batch[3][2] = kNan;
+      if (step == 9 && !fixed) batch[3][2] = kNan;
       const Tensor error = (model->forward(batch) - targets).to(torch::kFloat);
-      return error.square().mean() * run.size(step++);
+      return error.square().mean() * options.loss_factor(step++);
     };
     mezzo::optim::AdamW optimizer(model->parameters(), 1e-2);
-    return run.init_scale == 0 ? watch_without_scaler(*model, optimizer, loss)
-                               : watch_of(*model, optimizer, loss, {}, run.init_scale);
+    return options.init_scale == 0 ? monitor_run_without_scaler(*model, optimizer, loss)
+                                   : monitor_run(*model, optimizer, loss, {}, options.init_scale);
   };
 }
 
-/// A forward pass whose op overflows in half; the cure is bfloat16. `op` takes hidden numbers of up
-/// to about 1.3.
-Run overflow(const Op& op) {
-  return [=](bool cured) {
-    PatientImpl model;
-    return watch_of(model, mezzo::optim::SGD(model.parameters(), 1e-6), [&] {
+/// A forward pass with an op that overflows float16 for inputs up to about 1.3; fixed by bfloat16.
+Run overflow_case(const Op& op) {
+  return [=](bool fixed) {
+    TestModelImpl model;
+    return monitor_run(model, mezzo::optim::SGD(model.parameters(), 1e-6), [&] {
       const Tensor hidden = model.norm->forward(model.body->forward(batch_of_ones()));
-      return op(hidden.to(cured ? torch::kBFloat16 : torch::kHalf)).to(torch::kFloat).mean() * 1e-9;
+      return op(hidden.to(fixed ? torch::kBFloat16 : torch::kHalf)).to(torch::kFloat).mean() * 1e-9;
     });
   };
 }
 
-/// A healthy run of the patient.
-std::string healthy(const std::function<Tensor(PatientImpl& model, int step)>& loss,
-                    const std::function<void(PatientImpl& model)>& prepare = {}, double rate = 1e-4,
-                    double init_scale = 65536) {
-  PatientImpl model;
+/// A run without faults.
+std::string monitor_healthy(const std::function<Tensor(TestModelImpl& model, int step)>& loss,
+                            const std::function<void(TestModelImpl& model)>& prepare = {},
+                            double lr = 1e-4, double init_scale = 65536) {
+  TestModelImpl model;
   {
     const torch::NoGradGuard no_grad;
     if (prepare) prepare(model);
   }
   int step = 0;
-  return watch_of(
-      model, mezzo::optim::AdamW(model.parameters(), rate), [&] { return loss(model, step++); }, {},
+  return monitor_run(
+      model, mezzo::optim::AdamW(model.parameters(), lr), [&] { return loss(model, step++); }, {},
       init_scale);
 }
 
-Tensor squares_in_bfloat16(PatientImpl& model, int) {
+Tensor bfloat16_mean_square(TestModelImpl& model, int) {
   return model.forward(batch_of_ones().to(torch::kBFloat16)).to(torch::kFloat).square().mean();
 }
 
 }  // namespace
 
-std::vector<PlantedFault> divergences() {
+std::vector<FaultCase> divergence_monitor_cases() {
   using mezzo::optim::AdamWOptions;
   using mezzo::optim::SGDOptions;
   using mezzo::optim::WeightStorage;
-  const char* const slower = "divide the learning rate by 10 until the loss falls";
-  const char* const unknown = "why is not known";
-  const char* const finite_weights = "the loss is inf or NaN, computed from finite weights";
+  const char* const lower_lr = "divide the learning rate by 10 until the loss decreases";
+  const char* const unknown = "the cause is unknown";
+  const char* const finite_weights = "the loss is inf or NaN, but all weights are finite";
   return {
       {"InfWeight",
        "an inf in norm.weight",
-       weight("norm.weight", kInf, torch::kFloat),
-       {"norm.weight holds inf or NaN", "did when the watch was made"},
-       "initialise or load it again"},
+       diverging_weight("norm.weight", kInf, torch::kFloat),
+       {"norm.weight contains inf or NaN", "did when the DivergenceMonitor was constructed"},
+       "initialize or load the weights again"},
       {"MaskOfMinus1e9",
-       "a mask of -1e9 that the loss casts to half",
-       buffer(-1e9),
+       "a mask of -1e9 that the loss casts to float16",
+       diverging_buffer(-1e9),
        {finite_weights},
        "use bfloat16"},
-      {"RateTooHighForSgd",
-       "SGD with a rate of 10",
-       rate<mezzo::optim::SGD>(10),
+      {"SgdLearningRateTooHigh",
+       "SGD with a learning rate of 10",
+       lr_case<mezzo::optim::SGD>(10),
        {unknown},
-       slower},
-      {"RateTooHighForAdam",
-       "Adam with a rate of 1e19",
-       rate<mezzo::optim::Adam>(1e19),
+       lower_lr},
+      {"AdamLearningRateTooHigh",
+       "Adam with a learning rate of 1e19",
+       lr_case<mezzo::optim::Adam>(1e19),
        {unknown},
-       slower},
+       lower_lr},
       {"MomentumAboveOne",
        "a momentum of 1.5",
-       sgd([](bool cured) { return SGDOptions(0.05).momentum(cured ? 0.9 : 1.5); }),
+       sgd_case([](bool fixed) { return SGDOptions(0.05).momentum(fixed ? 0.9 : 1.5); }),
        {unknown},
        "a momentum below 1"},
       {"WeightDecayTooLarge",
-       "a weight decay of 100 at a rate of 0.05",
-       sgd([](bool cured) { return SGDOptions(0.05).weight_decay(cured ? 0.01 : 100); }),
+       "a weight decay of 100 with a learning rate of 0.05",
+       sgd_case([](bool fixed) { return SGDOptions(0.05).weight_decay(fixed ? 0.01 : 100); }),
        {unknown},
        "weight decay"},
       {"InputsOf1e3",
        "inputs of 1e3",
-       sgd([](bool) { return SGDOptions(0.05); }, 1e3),
+       sgd_case([](bool) { return SGDOptions(0.05); }, 1e3),
        {unknown},
-       "inputs of about 1"},
-      {"RateOfNan",
+       "normalized inputs"},
+      {"NanLearningRate",
        "a schedule whose warmup divides 0 by 0",
        least_squares([](nn::Sequential& model, const Tensor& inputs, double factor) {
          torch::optim::AdamW optimizer(model->parameters(), 1e-3);
          if (factor == 1) optimizer.param_groups()[0].options().set_lr(std::nan(""));
-         return watch_of(*model, optimizer,
-                         [&] { return model->forward(inputs).sub(1).square().mean(); });
+         return monitor_run(*model, optimizer,
+                            [&] { return model->forward(inputs).sub(1).square().mean(); });
        }),
-       {"holds inf or NaN", "what wrote it is not known"},
-       "Look at the learning rate, at eps"},
+       {"contains inf or NaN", "what wrote it is unknown"},
+       "Check the learning rate, eps"},
       {"EpsOfZero",
-       "AdamW with an eps of 0, where a gradient is 0",
-       adamw([](bool cured) { return AdamWOptions(1e-3).eps(cured ? 1e-8 : 0); }, true),
-       {"holds inf or NaN", "what wrote it is not known"},
-       "Look at the learning rate, at eps"},
-      {"EpsOfZeroWithoutAScaler",
-       "the same where each step is applied",
-       adamw([](bool cured) { return AdamWOptions(1e-3).eps(cured ? 1e-8 : 0); }, false),
-       {"holds inf or NaN", "which was first is not known"},
+       "AdamW with an eps of 0 and a gradient of 0",
+       adamw_case([](bool fixed) { return AdamWOptions(1e-3).eps(fixed ? 1e-8 : 0); }, true),
+       {"contains inf or NaN", "what wrote it is unknown"},
+       "Check the learning rate, eps"},
+      {"EpsOfZeroWithoutScaler",
+       "the same without a GradScaler",
+       adamw_case([](bool fixed) { return AdamWOptions(1e-3).eps(fixed ? 1e-8 : 0); }, false),
+       {"contains inf or NaN", "which came first is unknown"},
        "eps"},
-      {"RateBeyondHalf",
-       "weights of half with masters, and a rate of 1e5",
-       adamw([](bool cured) { return AdamWOptions(cured ? 1e-3 : 1e5); }, true, torch::kHalf,
-             {.weight_storage = WeightStorage::fp32_master}),
-       {"holds inf or NaN", "what wrote it is not known"},
-       "Look at the learning rate, at eps"},
-      {"LogOfZeroInTheLoss",
+      {"LearningRateBeyondFloat16",
+       "float16 weights with masters and a learning rate of 1e5",
+       adamw_case([](bool fixed) { return AdamWOptions(fixed ? 1e-3 : 1e5); }, true, torch::kHalf,
+                  {.weight_storage = WeightStorage::fp32_master}),
+       {"contains inf or NaN", "what wrote it is unknown"},
+       "Check the learning rate, eps"},
+      {"LogOfZeroInLoss",
        "a loss of log(0)",
-       loss_of([](const Tensor& loss) { return (loss * 0).log(); },
-               [](const Tensor& loss) { return (loss * 0).clamp_min(1e-6).log(); }),
+       diverging_loss([](const Tensor& loss) { return (loss * 0).log(); },
+                      [](const Tensor& loss) { return (loss * 0).clamp_min(1e-6).log(); }),
        {"loss -inf", finite_weights},
-       "a log or a division of 0"},
-      {"OneBadRank",
-       "a loss of log(0) on rank 3 alone, as that rank tells it",
-       loss_of([](const Tensor& loss) { return (loss * 0).log(); },
-               [](const Tensor& loss) { return (loss * 0).clamp_min(1e-6).log(); }, 3),
+       "log(0) and division by 0"},
+      {"LogOfZeroOnOneRank",
+       "a loss of log(0) on rank 3, reported by that rank",
+       diverging_loss([](const Tensor& loss) { return (loss * 0).log(); },
+                      [](const Tensor& loss) { return (loss * 0).clamp_min(1e-6).log(); }, 3),
        {"rank 3", finite_weights},
-       "a log or a division of 0"},
+       "log(0) and division by 0"},
       {"OneLayerOverflows",
        "an inf in the gradient of body.weight in every step",
-       gradient("body.weight", 65536),
-       {"10 skipped in a row", "the weights are finite", "body.weight, in 1 of 3 layers"},
-       "why is not known. An TraceOnSkips"},
-      {"ScaleAtItsFloor",
-       "the same with a scale that is 0.5 already",
-       gradient("head.weight", 0.5),
-       {"1 skipped in a row; loss scale 0.5", "head.weight, in 1 of 3 layers"},
-       "why is not known. An TraceOnSkips"},
-      {"BesideABadRank",
-       "inf in what rank 0 gets from another rank, whose own loss is fine",
-       watch_beside_a_bad_rank,
-       {"rank 0", "10 skipped in a row", "has 1 inf"},
-       "An TraceOnSkips"},
-      {"NanBatchAmongHarderBatches",
-       "a NaN batch after ever harder ones, while small weights grew",
-       nan_batch({.small = 1e-3, .size = [](int i) { return i < 5 ? 1.0 : std::pow(1.5, i - 5); }}),
+       diverging_gradient("body.weight", 65536),
+       {"10 consecutive skipped steps", "all weights are finite", "body.weight, in 1 of 3 layers"},
+       "the cause is unknown: use TraceOnSkips"},
+      {"OverflowAtMinScale",
+       "the same with an initial scale of 0.5",
+       diverging_gradient("head.weight", 0.5),
+       {"1 skipped step, loss scale 0.5", "head.weight, in 1 of 3 layers"},
+       "the cause is unknown: use TraceOnSkips"},
+      {"InfFromAnotherRank",
+       "inf in the gradients that rank 0 receives, with a finite loss on rank 0",
+       monitor_rank_0,
+       {"rank 0", "10 consecutive skipped steps", "has 1 inf"},
+       "use TraceOnSkips"},
+      {"NanBatchWithGrowingLoss",
+       "a NaN batch while the loss and small weights grow",
+       nan_batch_case({.weight_factor = 1e-3,
+                       .loss_factor = [](int i) { return i < 5 ? 1.0 : std::pow(1.5, i - 5); }}),
        {finite_weights},
-       "in this batch"},
-      {"NanBatchInACurriculum",
-       "a NaN batch after ones that double their loss, while small weights grew tenfold",
-       nan_batch({.small = 1e-2, .size = [](int i) { return std::pow(2.0, std::max(i - 4, 0)); }}),
+       "this batch"},
+      {"NanBatchWithDoublingLoss",
+       "a NaN batch while the loss doubles and weights grow tenfold",
+       nan_batch_case({.weight_factor = 1e-2,
+                       .loss_factor = [](int i) { return std::pow(2.0, std::max(i - 4, 0)); }}),
        {finite_weights},
-       "in this batch"},
-      {"NanBatchAfterALargeLoss",
-       "a NaN batch after one whose loss is 50 times the others'",
-       nan_batch({.size = [](int i) { return i == 8 ? 50.0 : 1.0; }}),
+       "this batch"},
+      {"NanBatchAfterLargeLoss",
+       "a NaN batch after one with 50 times the loss",
+       nan_batch_case({.loss_factor = [](int i) { return i == 8 ? 50.0 : 1.0; }}),
        {finite_weights},
-       "in this batch"},
-      {"NanBatchBesideAFloatMask",
-       "a NaN batch, and a mask of -1e9 that float32 reads",
-       nan_batch({.mask = -1e9}),
+       "this batch"},
+      {"NanBatchWithFloat32Mask",
+       "a NaN batch, and a float32 mask of -1e9",
+       nan_batch_case({.mask = -1e9}),
        {finite_weights},
-       "in this batch"},
-      {"NanBatchBesideACounterInBfloat16",
+       "this batch"},
+      {"NanBatchWithBfloat16Counter",
        "a NaN batch in bfloat16, and a counter of 3e6",
-       nan_batch({.dtype = torch::kBFloat16, .init_scale = 1, .mask = 3e6}),
+       nan_batch_case({.dtype = torch::kBFloat16, .init_scale = 1, .mask = 3e6}),
        {finite_weights},
-       "in this batch"},
-      {"NanBatchWithoutAScaler",
-       "a NaN batch in bfloat16, whose step is applied",
-       nan_batch({.dtype = torch::kBFloat16, .init_scale = 0}),
-       {"holds inf or NaN", "which was first is not known"},
-       "in this batch"},
-      {"ExpWithoutAMaximum",
-       "a softmax by hand that subtracts no maximum",
-       overflow([](const Tensor& x) { return (x * 12).exp() / (x * 12).exp().sum(-1, true); }),
+       "this batch"},
+      {"NanBatchWithoutScaler",
+       "a NaN batch in bfloat16 without a GradScaler",
+       nan_batch_case({.dtype = torch::kBFloat16, .init_scale = 0}),
+       {"contains inf or NaN", "which came first is unknown"},
+       "this batch"},
+      {"ManualSoftmax",
+       "a manual softmax that does not subtract the maximum",
+       overflow_case([](const Tensor& x) { return (x * 12).exp() / (x * 12).exp().sum(-1, true); }),
        {finite_weights},
        "use bfloat16"},
       {"InputsOf1e5",
-       "inputs that were not scaled",
-       overflow([](const Tensor& x) { return x * 1e5; }),
+       "inputs that are not normalized",
+       overflow_case([](const Tensor& x) { return x * 1e5; }),
        {finite_weights},
        "use bfloat16"},
   };
 }
 
-std::vector<HealthyRun> healthy_runs() {
+std::vector<HealthyCase> healthy_divergence_monitor_cases() {
   return {
-      {"SmallWeightsThatGrow",
+      {"GrowingSmallWeights",
        [] {
-         return healthy([](PatientImpl& model, int) { return squares(model); },
-                        [](PatientImpl& model) {
-                          for (const Tensor& parameter : model.parameters()) parameter.mul_(1e-3);
-                        },
-                        1e-2);
+         return monitor_healthy([](TestModelImpl& model, int) { return mean_square(model); },
+                                [](TestModelImpl& model) {
+                                  for (const Tensor& parameter : model.parameters())
+                                    parameter.mul_(1e-3);
+                                },
+                                1e-2);
        }},
-      {"ALossThatRises",
-       [] { return healthy([](PatientImpl& model, int i) { return squares(model) * (1 + i); }); }},
+      {"GrowingLoss",
+       [] {
+         return monitor_healthy(
+             [](TestModelImpl& model, int i) { return mean_square(model) * (1 + i); });
+       }},
       {"FiveSkipsAtTheStart",
        [] {
-         return healthy([](PatientImpl& model, int) {
+         return monitor_healthy([](TestModelImpl& model, int) {
            return (model.forward(batch_of_ones()).to(torch::kHalf) * 30).sum().to(torch::kFloat);
          });
        }},
       {"WeightsOf1e5InFloat32",
        [] {
-         return healthy([](PatientImpl& model, int) { return squares(model); },
-                        [](PatientImpl& model) { plant(model.body->weight, 0, 1e5F); });
+         return monitor_healthy(
+             [](TestModelImpl& model, int) { return mean_square(model); },
+             [](TestModelImpl& model) { set_element(model.body->weight, 0, 1e5F); });
        }},
-      {"AMaskOfMinusInfinity",
+      {"MaskOfMinusInf",
        [] {
-         return healthy(
-             [](PatientImpl& model, int) {
+         return monitor_healthy(
+             [](TestModelImpl& model, int) {
                const Tensor scores = model.forward(batch_of_ones()) + model.named_buffers()["mask"];
                return scores.softmax(-1).square().mean();
              },
-             [](PatientImpl& model) {
+             [](TestModelImpl& model) {
                model.register_buffer("mask",
                                      torch::tensor({0.F, -kInf, 0.F, 0.F, 0.F, 0.F, 0.F, 0.F}));
              });
        }},
-      {"ACounterOf1e9InBfloat16",
+      {"CounterOf1e9InBfloat16",
        [] {
-         return healthy(squares_in_bfloat16, [](PatientImpl& model) {
+         return monitor_healthy(bfloat16_mean_square, [](TestModelImpl& model) {
            model.register_buffer("seen", torch::full({}, 1e9));
            model.to(torch::kBFloat16);
          });
        }},
-      {"AScaleOf1InBfloat16",
+      {"ScaleOf1InBfloat16",
        [] {
-         return healthy(
-             squares_in_bfloat16, [](PatientImpl& model) { model.to(torch::kBFloat16); }, 1e-4, 1);
+         return monitor_healthy(
+             bfloat16_mean_square, [](TestModelImpl& model) { model.to(torch::kBFloat16); }, 1e-4,
+             1);
        }},
-      {"AParameterWithoutGradient",
+      {"ParameterWithoutGrad",
        [] {
-         return healthy([](PatientImpl& model, int) {
+         return monitor_healthy([](TestModelImpl& model, int) {
            return model.body->forward(batch_of_ones()).square().mean();
          });
        }},
-      {"ALossOfZero",
-       [] { return healthy([](PatientImpl& model, int) { return squares(model) * 0; }); }},
-      {"ANegativeLoss",
-       [] { return healthy([](PatientImpl& model, int) { return -squares(model).log1p(); }); }},
-      {"LossesOfUnequalBatches",
+      {"ZeroLoss",
        [] {
-         return healthy(
-             [](PatientImpl& model, int i) { return squares(model) * (i % 7 == 6 ? 1000.0 : 1.0); },
+         return monitor_healthy([](TestModelImpl& model, int) { return mean_square(model) * 0; });
+       }},
+      {"NegativeLoss",
+       [] {
+         return monitor_healthy(
+             [](TestModelImpl& model, int) { return -mean_square(model).log1p(); });
+       }},
+      {"UnequalBatches",
+       [] {
+         return monitor_healthy(
+             [](TestModelImpl& model, int i) {
+               return mean_square(model) * (i % 7 == 6 ? 1000.0 : 1.0);
+             },
              {}, 1e-3);
        }},
-      {"UnderAutocastToHalf",
+      {"AutocastToFloat16",
        [] {
-         return healthy(
-             [](PatientImpl& model, int) {
+         return monitor_healthy(
+             [](TestModelImpl& model, int) {
                const mezzo::AutocastGuard autocast(
                    {.device_type = torch::kCPU, .dtype = torch::kHalf});
-               return squares(model).to(torch::kFloat);
+               return mean_square(model).to(torch::kFloat);
              },
              {}, 1e-3);
        }},

@@ -1,11 +1,12 @@
-// Models that are well, each trained, traced and examined in float32, bfloat16 and half: no tool
-// has anything to say of them. They hold what looks like a fault: masks of -inf, running extremes
-// that begin at inf, zeros that are guarded, large scalars.
+// Models without faults, each trained, traced and checked in float32, bfloat16 and float16, for
+// which no tool may report a finding. They contain what resembles faults: masks of -inf, running
+// extremes that start at inf, guarded zeros, large scalars.
 
 #include <mezzo/autocast/autocast_guard.h>
 #include <mezzo/diagnostics/anomaly_trace.h>
+#include <mezzo/diagnostics/divergence_monitor.h>
+#include <mezzo/diagnostics/finding.h>
 #include <mezzo/diagnostics/metrics_logger.h>
-#include <mezzo/diagnostics/overflow_report.h>
 #include <mezzo/diagnostics/precision_check.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/scaling/grad_scaler.h>
@@ -42,10 +43,10 @@ struct Model : nn::Module {
   Tensor linear(const std::string& name, const Tensor& x) { return run<nn::Linear>(name, x); }
 };
 
-using Made = std::shared_ptr<Model>;
+using ModelPtr = std::shared_ptr<Model>;
 
-Made make(const Tensor& sample, const std::function<void(Model& model)>& add,
-          std::function<Tensor(Model& model, const Tensor& x)> loss) {
+ModelPtr make_model(const Tensor& sample, const std::function<void(Model& model)>& add,
+                    std::function<Tensor(Model& model, const Tensor& x)> loss) {
   torch::manual_seed(0);
   auto model = std::make_shared<Model>();
   add(*model);
@@ -54,7 +55,7 @@ Made make(const Tensor& sample, const std::function<void(Model& model)>& add,
   return model;
 }
 
-Tensor random(at::IntArrayRef sizes) {
+Tensor random_tensor(at::IntArrayRef sizes) {
   torch::manual_seed(3);
   return torch::randn(sizes);
 }
@@ -66,12 +67,12 @@ std::function<void(Model& model)> linears(const std::vector<std::string>& names)
   };
 }
 
-Tensor single(const Tensor& x) { return x.to(torch::kFloat); }
-Tensor causal(std::int64_t length) { return torch::full({length, length}, -kInf).triu(1); }
+Tensor to_float32(const Tensor& x) { return x.to(torch::kFloat); }
+Tensor causal_mask(std::int64_t length) { return torch::full({length, length}, -kInf).triu(1); }
 
-Made recurrent() {
-  return make(
-      random({6, 4, 8}),
+ModelPtr recurrent() {
+  return make_model(
+      random_tensor({6, 4, 8}),
       [](Model& model) {
         model.register_module("gru", nn::GRU(8, 8));
         model.register_module("out", nn::Linear(8, 1));
@@ -81,9 +82,9 @@ Made recurrent() {
       });
 }
 
-Made convolutional() {
-  return make(
-      random({2, 8, 8, 8}),
+ModelPtr convolutional() {
+  return make_model(
+      random_tensor({2, 8, 8, 8}),
       [](Model& model) {
         model.register_module("conv", nn::Conv2d(8, 8, 3));
         model.register_module("group", nn::GroupNorm(2, 8));
@@ -96,28 +97,30 @@ Made convolutional() {
       });
 }
 
-/// Attention by hand under a causal mask of -inf.
-Made masked_attention() {
-  return make(random({6, 8}), linears({"q", "k", "v"}), [](Model& model, const Tensor& x) {
-    const Tensor scores = model.linear("q", x).mm(model.linear("k", x).t()) / std::sqrt(8.0);
-    const Tensor weights = (scores + causal(6).to(scores.dtype())).softmax(-1);
-    return (weights.mm(model.linear("v", x).to(weights.dtype())) - 1).square().mean();
-  });
+/// Manual attention with a causal mask of -inf.
+ModelPtr masked_attention() {
+  return make_model(
+      random_tensor({6, 8}), linears({"q", "k", "v"}), [](Model& model, const Tensor& x) {
+        const Tensor scores = model.linear("q", x).mm(model.linear("k", x).t()) / std::sqrt(8.0);
+        const Tensor weights = (scores + causal_mask(6).to(scores.dtype())).softmax(-1);
+        return (weights.mm(model.linear("v", x).to(weights.dtype())) - 1).square().mean();
+      });
 }
 
-Made fused_attention() {
-  return make(random({1, 2, 6, 8}), linears({"q", "k", "v"}), [](Model& model, const Tensor& x) {
-    const Tensor y =
-        torch::scaled_dot_product_attention(model.linear("q", x), model.linear("k", x),
-                                            model.linear("v", x), {}, 0.0, /*is_causal=*/true);
-    return y.square().mean();
-  });
+ModelPtr fused_attention() {
+  return make_model(
+      random_tensor({1, 2, 6, 8}), linears({"q", "k", "v"}), [](Model& model, const Tensor& x) {
+        const Tensor y =
+            torch::scaled_dot_product_attention(model.linear("q", x), model.linear("k", x),
+                                                model.linear("v", x), {}, 0.0, /*is_causal=*/true);
+        return y.square().mean();
+      });
 }
 
-/// With padding, where libtorch takes it: its masked_fill of the padding throws in 16 bits.
-Made padded_encoder() {
-  return make(
-      random({5, 3, 16}),
+/// With padding in float32 only: libtorch's masked_fill of the padding throws in 16-bit dtypes.
+ModelPtr padded_encoder() {
+  return make_model(
+      random_tensor({5, 3, 16}),
       [](Model& model) {
         model.register_module("encoder",
                               nn::TransformerEncoder(nn::TransformerEncoderOptions(
@@ -127,12 +130,14 @@ Made padded_encoder() {
         const bool is_low = at::autocast::is_autocast_enabled(at::kCPU);
         const Tensor padding =
             is_low ? Tensor() : torch::arange(5).ge(torch::tensor({5, 3, 2}).unsqueeze(1));
-        return model.run<nn::TransformerEncoder>("encoder", x, causal(5), padding).square().mean();
+        return model.run<nn::TransformerEncoder>("encoder", x, causal_mask(5), padding)
+            .square()
+            .mean();
       });
 }
 
-Made embedding_bag() {
-  return make(
+ModelPtr embedding_bag() {
+  return make_model(
       torch::tensor({1, 2, 4, 0, 3}),
       [](Model& model) {
         model.register_module("bag",
@@ -145,69 +150,72 @@ Made embedding_bag() {
       });
 }
 
-/// The two best of four experts; the others' gates are -inf.
-Made mixture_of_experts() {
-  return make(
-      random({8, 8}), linears({"gate", "0", "1", "2", "3"}), [](Model& model, const Tensor& x) {
-        const Tensor gates = single(model.linear("gate", x)).slice(1, 0, 4);
-        const auto [best, which] = gates.topk(2, -1);
-        const Tensor shares = torch::full_like(gates, -kInf).scatter(1, which, best).softmax(-1);
-        Tensor sum = torch::zeros({8, 8});
-        for (int expert = 0; expert < 4; ++expert) {
-          sum =
-              sum + shares.select(1, expert).unsqueeze(1) * model.linear(std::to_string(expert), x);
-        }
-        const Tensor load = shares.mean(0);
-        return (sum - 1).square().mean() + 0.01 * (load * (load + 1e-9).log()).sum();
-      });
+/// Top 2 of four experts, with gates of -inf for the others.
+ModelPtr mixture_of_experts() {
+  return make_model(random_tensor({8, 8}), linears({"gate", "0", "1", "2", "3"}),
+                    [](Model& model, const Tensor& x) {
+                      const Tensor gates = to_float32(model.linear("gate", x)).slice(1, 0, 4);
+                      const auto [best, indices] = gates.topk(2, -1);
+                      const Tensor gate_weights =
+                          torch::full_like(gates, -kInf).scatter(1, indices, best).softmax(-1);
+                      Tensor sum = torch::zeros({8, 8});
+                      for (int expert = 0; expert < 4; ++expert) {
+                        sum = sum + gate_weights.select(1, expert).unsqueeze(1) *
+                                        model.linear(std::to_string(expert), x);
+                      }
+                      const Tensor load = gate_weights.mean(0);
+                      return (sum - 1).square().mean() + 0.01 * (load * (load + 1e-9).log()).sum();
+                    });
 }
 
-Made variational() {
-  return make(random({8, 8}), linears({"encoder", "decoder"}), [](Model& model, const Tensor& x) {
-    const Tensor hidden = model.linear("encoder", x);
-    const Tensor mean = hidden.slice(1, 0, 4), logvar = hidden.slice(1, 4, 8);
-    const Tensor z = mean + (0.5 * logvar).exp() * torch::randn_like(mean);
-    const Tensor y = model.linear("decoder", torch::cat({z, z}, 1));
-    return F::mse_loss(single(y), x) -
-           0.5 * single(1 + logvar - mean.square() - logvar.exp()).mean();
-  });
+ModelPtr variational() {
+  return make_model(random_tensor({8, 8}), linears({"encoder", "decoder"}),
+                    [](Model& model, const Tensor& x) {
+                      const Tensor hidden = model.linear("encoder", x);
+                      const Tensor mean = hidden.slice(1, 0, 4), logvar = hidden.slice(1, 4, 8);
+                      const Tensor z = mean + (0.5 * logvar).exp() * torch::randn_like(mean);
+                      const Tensor y = model.linear("decoder", torch::cat({z, z}, 1));
+                      return F::mse_loss(to_float32(y), x) -
+                             0.5 * to_float32(1 + logvar - mean.square() - logvar.exp()).mean();
+                    });
 }
 
-/// InfoNCE with a learned temperature; the diagonal is -inf.
-Made contrastive() {
-  return make(
-      random({8, 8}),
+/// InfoNCE with a learned temperature and a diagonal of -inf.
+ModelPtr contrastive() {
+  return make_model(
+      random_tensor({8, 8}),
       [](Model& model) {
         model.register_module("project", nn::Linear(8, 8));
         model.register_parameter("temperature", torch::tensor(2.7));
       },
       [](Model& model, const Tensor& x) {
-        const Tensor z = F::normalize(single(model.linear("project", x)));
-        const Tensor scores = single(z.mm(z.t())) * model.named_parameters()["temperature"].exp();
+        const Tensor z = F::normalize(to_float32(model.linear("project", x)));
+        const Tensor scores =
+            to_float32(z.mm(z.t())) * model.named_parameters()["temperature"].exp();
         return F::cross_entropy(scores.masked_fill(torch::eye(8).to(torch::kBool), -kInf),
                                 torch::arange(8).roll(1));
       });
 }
 
-Made ctc() {
-  return make(random({10, 2, 8}), linears({"out"}), [](Model& model, const Tensor& x) {
-    return F::ctc_loss(single(model.linear("out", x).log_softmax(-1)),
+ModelPtr ctc() {
+  return make_model(random_tensor({10, 2, 8}), linears({"out"}), [](Model& model, const Tensor& x) {
+    return F::ctc_loss(to_float32(model.linear("out", x).log_softmax(-1)),
                        torch::tensor({{1, 2, 2}, {3, 4, 0}}), torch::tensor({10, 8}),
                        torch::tensor({3, 2}));
   });
 }
 
-Made cosine() {
-  return make(random({8, 8}), linears({"out"}), [](Model& model, const Tensor& x) {
-    const Tensor signs = single(torch::arange(8).remainder(2) * 2 - 1);
-    const Tensor y = single(model.linear("out", x));
+ModelPtr cosine() {
+  return make_model(random_tensor({8, 8}), linears({"out"}), [](Model& model, const Tensor& x) {
+    const Tensor signs = to_float32(torch::arange(8).remainder(2) * 2 - 1);
+    const Tensor y = to_float32(model.linear("out", x));
     return F::cosine_embedding_loss(y, x, signs) + 1 - F::cosine_similarity(y, x * 0).mean();
   });
 }
 
-Made weight_norm() {
-  return make(
-      random({8, 8}),
+ModelPtr weight_norm() {
+  return make_model(
+      random_tensor({8, 8}),
       [](Model& model) {
         model.register_parameter("v", torch::randn({8, 8}));
         model.register_parameter("g", torch::ones({8, 1}));
@@ -219,10 +227,10 @@ Made weight_norm() {
       });
 }
 
-/// The power iteration of spectral normalisation, in a buffer.
-Made spectral_norm() {
-  return make(
-      random({8, 8}),
+/// Spectral normalization with a power iteration in a buffer.
+ModelPtr spectral_norm() {
+  return make_model(
+      random_tensor({8, 8}),
       [](Model& model) {
         model.register_parameter("weight", torch::randn({8, 8}));
         model.register_buffer("u", torch::full({8}, std::sqrt(1 / 8.0)));
@@ -230,7 +238,7 @@ Made spectral_norm() {
       [](Model& model, const Tensor& x) {
         const Tensor weight = model.named_parameters()["weight"], u = model.named_buffers()["u"];
         const auto unit = [](const Tensor& y) {
-          return F::normalize(single(y), F::NormalizeFuncOptions().dim(0));
+          return F::normalize(to_float32(y), F::NormalizeFuncOptions().dim(0));
         };
         {
           const torch::NoGradGuard no_grad;
@@ -240,23 +248,23 @@ Made spectral_norm() {
       });
 }
 
-Made spectrum() {
-  return make(random({8, 8}), linears({"out"}), [](Model& model, const Tensor& x) {
-    return (torch::fft_rfft(single(model.linear("out", x))).abs() + 1e-2).log().square().mean();
+ModelPtr spectrum() {
+  return make_model(random_tensor({8, 8}), linears({"out"}), [](Model& model, const Tensor& x) {
+    return (torch::fft_rfft(to_float32(model.linear("out", x))).abs() + 1e-2).log().square().mean();
   });
 }
 
-/// Running extremes that begin at inf.
-Made running_minimum() {
-  return make(
-      random({8, 8}),
+/// Running extremes that start at inf and -inf.
+ModelPtr running_minimum() {
+  return make_model(
+      random_tensor({8, 8}),
       [](Model& model) {
         model.register_module("out", nn::Linear(8, 8));
         model.register_buffer("low", torch::full({8}, kInf));
         model.register_buffer("high", torch::full({8}, -kInf));
       },
       [](Model& model, const Tensor& x) {
-        const Tensor y = single(model.linear("out", x));
+        const Tensor y = to_float32(model.linear("out", x));
         const Tensor low = model.named_buffers()["low"], high = model.named_buffers()["high"];
         {
           const torch::NoGradGuard no_grad;
@@ -267,15 +275,15 @@ Made running_minimum() {
       });
 }
 
-Made rms_norm() {
-  return make(
-      random({8, 8}),
+ModelPtr rms_norm() {
+  return make_model(
+      random_tensor({8, 8}),
       [](Model& model) {
         model.register_module("out", nn::Linear(8, 8));
         model.register_parameter("scale", torch::ones({8}));
       },
       [](Model& model, const Tensor& x) {
-        const Tensor y = single(model.linear("out", x));
+        const Tensor y = to_float32(model.linear("out", x));
         const Tensor normed = y * (y.square().mean(-1, true) + 1e-8).rsqrt();
         return (normed * model.named_parameters()["scale"] - 1).square().mean();
       });
@@ -283,25 +291,25 @@ Made rms_norm() {
 
 Tensor rotated(const Tensor& x) {
   const std::int64_t length = x.size(0), width = x.size(1);
-  const Tensor rates = torch::pow(10000.0, -single(torch::arange(0, width, 2)) / width);
-  const Tensor angles = single(torch::arange(length)).unsqueeze(1) * rates;
+  const Tensor rates = torch::pow(10000.0, -to_float32(torch::arange(0, width, 2)) / width);
+  const Tensor angles = to_float32(torch::arange(length)).unsqueeze(1) * rates;
   const Tensor cos = angles.cos().to(x.dtype()), sin = angles.sin().to(x.dtype());
   const Tensor even = x.slice(1, 0, width, 2), odd = x.slice(1, 1, width, 2);
   return torch::stack({even * cos - odd * sin, even * sin + odd * cos}, -1).flatten(1);
 }
 
-Made rotary() {
-  return make(random({6, 8}), linears({"q", "k"}), [](Model& model, const Tensor& x) {
+ModelPtr rotary() {
+  return make_model(random_tensor({6, 8}), linears({"q", "k"}), [](Model& model, const Tensor& x) {
     const Tensor scores = rotated(model.linear("q", x)).mm(rotated(model.linear("k", x)).t());
     return scores.div(std::sqrt(8.0)).log_softmax(-1).diagonal().neg().mean();
   });
 }
 
-/// Smoothed labels, of which one is ignored, and soft targets that are 0.
-Made smoothed_labels() {
-  return make(random({8, 8}), linears({"out"}), [](Model& model, const Tensor& x) {
+/// Label smoothing with an ignored label, and soft targets of 0.
+ModelPtr smoothed_labels() {
+  return make_model(random_tensor({8, 8}), linears({"out"}), [](Model& model, const Tensor& x) {
     const Tensor y = model.linear("out", x);
-    const Tensor targets = single(F::one_hot(torch::arange(8), 8));
+    const Tensor targets = to_float32(F::one_hot(torch::arange(8), 8));
     return F::cross_entropy(y, torch::tensor({0, 1, 2, 3, 4, -100, 1, 2}),
                             F::CrossEntropyFuncOptions().label_smoothing(0.1)) +
            F::kl_div(y.log_softmax(-1), targets,
@@ -309,39 +317,40 @@ Made smoothed_labels() {
   });
 }
 
-/// Logits of about 100, whose sigmoid is 0 or 1.
-Made saturated() {
-  return make(random({8, 8}) * 100, linears({"out"}), [](Model& model, const Tensor& x) {
-    const Tensor logits = model.linear("out", x);
-    const auto weighted =
-        F::BinaryCrossEntropyWithLogitsFuncOptions().pos_weight(torch::full({8}, 100.0F));
-    return F::binary_cross_entropy_with_logits(logits, torch::ones({8, 8}), weighted);
-  });
+/// Logits of about 100, with sigmoids of 0 and 1.
+ModelPtr saturated() {
+  return make_model(
+      random_tensor({8, 8}) * 100, linears({"out"}), [](Model& model, const Tensor& x) {
+        const Tensor logits = model.linear("out", x);
+        const auto weighted =
+            F::BinaryCrossEntropyWithLogitsFuncOptions().pos_weight(torch::full({8}, 100.0F));
+        return F::binary_cross_entropy_with_logits(logits, torch::ones({8, 8}), weighted);
+      });
 }
 
-/// A logarithm behind a where that keeps zeros from it.
-Made guarded_logarithm() {
-  return make(random({8, 8}), linears({"out"}), [](Model& model, const Tensor& x) {
-    const Tensor y = single(model.linear("out", x)).relu() + 0.01;
+/// A logarithm guarded by torch::where.
+ModelPtr guarded_logarithm() {
+  return make_model(random_tensor({8, 8}), linears({"out"}), [](Model& model, const Tensor& x) {
+    const Tensor y = to_float32(model.linear("out", x)).relu() + 0.01;
     const Tensor is_large = y > 0.02;
     const Tensor safe = torch::where(is_large, y, torch::ones_like(y));
     return torch::where(is_large, safe.log(), torch::zeros_like(safe)).square().mean();
   });
 }
 
-/// A word that is banned by -inf, the best loss so far, which begins at inf, and a large count.
-Made banned_word() {
-  return make(
-      random({8, 8}),
+/// A class banned by -inf, a minimum loss that starts at inf, and a large counter.
+ModelPtr banned_class() {
+  return make_model(
+      random_tensor({8, 8}),
       [](Model& model) {
         model.register_module("out", nn::Linear(8, 8));
         model.register_buffer("best", torch::tensor(kInf));
         model.register_buffer("words", torch::full({}, 3e6));
       },
       [](Model& model, const Tensor& x) {
-        Tensor ban = torch::zeros({8});
-        ban[3] = -kInf;
-        const Tensor scores = single(model.linear("out", x)) + ban;
+        Tensor bias = torch::zeros({8});
+        bias[3] = -kInf;
+        const Tensor scores = to_float32(model.linear("out", x)) + bias;
         const Tensor loss =
             F::nll_loss(scores.log_softmax(-1), torch::tensor({0, 1, 2, 4, 5, 6, 7, 0}));
         const torch::NoGradGuard no_grad;
@@ -351,26 +360,27 @@ Made banned_word() {
       });
 }
 
-Tensor loss_in(at::ScalarType dtype, Model& model) {
+Tensor compute_loss(at::ScalarType dtype, Model& model) {
   const bool is_single = dtype == torch::kFloat;
   const mezzo::AutocastGuard autocast({.device_type = torch::kCPU,
                                        .dtype = is_single ? torch::kHalf : dtype,
                                        .enabled = !is_single});
-  return single(model.forward(model.sample)).mean();
+  return to_float32(model.forward(model.sample)).mean();
 }
 
-/// What a DivergenceMonitor says in 30 steps; `scale` becomes the loss scale that they came to.
-std::string watched(Model& model, at::ScalarType dtype, double& scale) {
-  std::string said = kNothing;
+/// Trains 30 steps with a DivergenceMonitor, and sets `scale` to the final loss scale.
+std::string monitor_model(Model& model, at::ScalarType dtype, double& scale) {
+  std::string output = kNothing;
   mezzo::MetricsLogger logger;
   logger.add_callback(mezzo::DivergenceMonitor(
-      model, {.callback = [&said](const mezzo::Finding& finding) { said = finding.message(); }}));
+      model,
+      {.callback = [&output](const mezzo::Finding& finding) { output = finding.message(); }}));
   mezzo::GradScaler scaler({.init_scale = dtype == torch::kHalf ? 1024.0 : 1.0});
   scaler.on_skip(nullptr);
   mezzo::optim::AdamW optimizer(model.parameters(), 1e-3);
   for (int step = 0; step < 30; ++step) {
     optimizer.zero_grad();
-    const Tensor loss = loss_in(dtype, model);
+    const Tensor loss = compute_loss(dtype, model);
     scaler.scale(loss).backward();
     const auto result = scaler.step(optimizer, mezzo::StepOptions{});
     scaler.update();
@@ -378,21 +388,21 @@ std::string watched(Model& model, at::ScalarType dtype, double& scale) {
   }
   logger.flush();
   scale = scaler.get_scale();
-  return said;
+  return output;
 }
 
-std::string traced(Model& model, at::ScalarType dtype, double scale) {
+std::string trace_model(Model& model, at::ScalarType dtype, double scale) {
   const mezzo::AnomalyTrace trace(model, {.loss_scale = [scale] { return scale; }});
-  (loss_in(dtype, model) * scale).backward();
+  (compute_loss(dtype, model) * scale).backward();
   const auto anomalies = trace.anomalies();
   return anomalies.empty() ? kNothing : anomalies.front().message();
 }
 
-std::string examined(const Made& model, at::ScalarType dtype) {
+std::string check_healthy_model(const ModelPtr& model, at::ScalarType dtype) {
   const auto report = mezzo::check_precision(model, model->sample, torch::kCPU, {.dtype = dtype});
   for (const auto& finding : report.findings) {
-    const bool is_of_values = finding.check == "forward" || finding.check == "range";
-    if (finding.severity == mezzo::FindingSeverity::note || !is_of_values) continue;
+    const bool is_value_check = finding.check == "forward" || finding.check == "range";
+    if (finding.severity == mezzo::FindingSeverity::note || !is_value_check) continue;
     return c10::str(to_string(finding.severity), " ", finding.where, ": ", finding.reason);
   }
   return kNothing;
@@ -400,11 +410,11 @@ std::string examined(const Made& model, at::ScalarType dtype) {
 
 }  // namespace
 
-std::vector<HealthyRun> healthy_models() {
-  const std::vector<std::pair<const char*, Made (*)()>> models = {
+std::vector<HealthyCase> healthy_model_cases() {
+  const std::vector<std::pair<const char*, ModelPtr (*)()>> models = {
       {"GRU", recurrent},
       {"convolution, GroupNorm, BatchNorm and pooling", convolutional},
-      {"attention under a mask of -inf", masked_attention},
+      {"attention with a mask of -inf", masked_attention},
       {"scaled_dot_product_attention", fused_attention},
       {"TransformerEncoder with padding", padded_encoder},
       {"EmbeddingBag with an empty bag", embedding_bag},
@@ -412,30 +422,31 @@ std::vector<HealthyRun> healthy_models() {
       {"variational autoencoder", variational},
       {"contrastive loss", contrastive},
       {"CTC", ctc},
-      {"cosine losses, also of a vector of 0", cosine},
+      {"cosine losses, also of a zero vector", cosine},
       {"weight norm", weight_norm},
       {"spectral norm", spectral_norm},
       {"spectrum", spectrum},
       {"running minimum", running_minimum},
-      {"RMSNorm by hand", rms_norm},
+      {"manual RMSNorm", rms_norm},
       {"rotary embedding", rotary},
       {"label smoothing and soft targets", smoothed_labels},
       {"saturated logits", saturated},
       {"guarded logarithm", guarded_logarithm},
-      {"banned word and large counts", banned_word},
+      {"banned class and large counter", banned_class},
   };
-  std::vector<HealthyRun> runs;
-  for (const auto& [name, made] : models) {
+  std::vector<HealthyCase> cases;
+  for (const auto& [name, make] : models) {
     for (const at::ScalarType dtype : {torch::kFloat, torch::kBFloat16, torch::kHalf}) {
-      const std::string in = c10::str(name, " in ", dtype, ", ");
+      const std::string prefix = c10::str(name, " in ", dtype, ", ");
       const auto scale = std::make_shared<double>(1);
-      runs.push_back({in + "watched", [=] { return watched(*made(), dtype, *scale); }});
-      runs.push_back({in + "traced", [=] { return traced(*made(), dtype, *scale); }});
-      if (dtype == torch::kFloat) continue;  // there is nothing to examine
-      runs.push_back({in + "examined", [=] { return examined(made(), dtype); }});
+      cases.push_back(
+          {prefix + "monitored", [=] { return monitor_model(*make(), dtype, *scale); }});
+      cases.push_back({prefix + "traced", [=] { return trace_model(*make(), dtype, *scale); }});
+      if (dtype == torch::kFloat) continue;  // check_precision needs a low-precision dtype
+      cases.push_back({prefix + "checked", [=] { return check_healthy_model(make(), dtype); }});
     }
   }
-  return runs;
+  return cases;
 }
 
 }  // namespace diagnostics_test

@@ -32,8 +32,8 @@ using testing::Field;
 using testing::HasSubstr;
 using testing::Not;
 
-const mezzo::PrecisionCheckOptions kInHalf{.dtype = torch::kHalf};
-const mezzo::PrecisionCheckOptions kInBfloat16{.dtype = torch::kBFloat16};
+const mezzo::PrecisionCheckOptions kFloat16Options{.dtype = torch::kHalf};
+const mezzo::PrecisionCheckOptions kBfloat16Options{.dtype = torch::kBFloat16};
 
 auto finding(FindingSeverity severity, const std::string& check, const std::string& where,
              const std::string& reason) {
@@ -42,9 +42,9 @@ auto finding(FindingSeverity severity, const std::string& check, const std::stri
                Field("reason", &Finding::reason, HasSubstr(reason)));
 }
 
-auto about(const std::string& check) { return Field("check", &Finding::check, check); }
+auto has_check(const std::string& check) { return Field("check", &Finding::check, check); }
 
-/// One head of attention whose mask and eps are constants in `forward`.
+/// One attention head with mask and eps constants in `forward`.
 struct Attention : torch::nn::Module {
   torch::nn::LayerNorm norm{torch::nn::LayerNormOptions({16}).eps(1e-12)};
   torch::nn::Linear query{16, 16}, head{16, 8};
@@ -66,17 +66,17 @@ struct Attention : torch::nn::Module {
 
 torch::Tensor rows(std::int64_t batch = 4) { return torch::randn({batch, 8, 16}); }
 
-TEST(PrecisionChecker, TellsAnEpsThatIsLostFromOneThatANormAddsInFloat32) {
+TEST(PrecisionCheck, ReportsUnderflowingEpsOutsideNorms) {
   Attention model;
   model.fill = 0;
-  const PrecisionReport report = check_precision(model, rows(), torch::kCPU, kInHalf);
+  const PrecisionReport report = check_precision(model, rows(), torch::kCPU, kFloat16Options);
   EXPECT_THAT(report.findings,
               Contains(finding(FindingSeverity::warning, "range", "after query",
                                "clamp_min with 1e-12 computes in float16, whose smallest number")));
   EXPECT_THAT(report.findings, Not(Contains(Field(&Finding::reason, HasSubstr("layer_norm")))));
 }
 
-/// Reads its buffers, its input and a value in half where `casts`, and not at all if not.
+/// Casts its buffers, its input and a parameter to float16 if `casts`, else does not read them.
 struct Caster : torch::nn::Module {
   explicit Caster(bool casts) : casts_all(casts) {
     register_module("norm", norm);
@@ -97,7 +97,7 @@ struct Caster : torch::nn::Module {
   torch::nn::Linear head{16, 8};
 };
 
-TEST(PrecisionChecker, NamesWeightsBuffersAndInputsThatTheTypeDoesNotHoldWhereTheRunCastsThem) {
+TEST(PrecisionCheck, ReportsCastTensorsOutOfRange) {
   const auto found = [](bool casts) {
     Caster model(casts);
     const torch::NoGradGuard no_grad;
@@ -105,50 +105,53 @@ TEST(PrecisionChecker, NamesWeightsBuffersAndInputsThatTheTypeDoesNotHoldWhereTh
     model.head->bias.fill_(1e5);
     model.norm->bias.fill_(1e-9);
     model.named_parameters()["value"].fill_(1e-9);
-    return check_precision(model, torch::full({4, 16}, 1e6), torch::kCPU, kInHalf).findings;
+    return check_precision(model, torch::full({4, 16}, 1e6), torch::kCPU, kFloat16Options).findings;
   };
   const auto all = found(true);
   EXPECT_THAT(all, Contains(finding(FindingSeverity::error, "range", "head.weight",
-                                    "this parameter holds inf or NaN already")));
+                                    "this parameter contains inf or NaN")));
   EXPECT_THAT(all, Contains(finding(FindingSeverity::error, "range", "head.bias",
-                                    "this parameter holds 1e+05 in magnitude")));
+                                    "this parameter contains 1e+05 in magnitude")));
   EXPECT_THAT(all, Contains(finding(FindingSeverity::warning, "range", "value",
-                                    "makes more than a tenth of the values of this parameter 0")));
+                                    "rounds more than 10 % of the values of this parameter to 0")));
   EXPECT_THAT(all, Contains(finding(FindingSeverity::warning, "range", "mask",
-                                    "this buffer holds 1e+09 in magnitude")));
+                                    "this buffer contains 1e+09 in magnitude")));
   EXPECT_THAT(all, Contains(finding(FindingSeverity::warning, "range", "input 0", "this input")));
-  const auto idle = found(false);
+  const auto without_casts = found(false);
   for (const char* name : {"mask", "input 0"}) {
-    EXPECT_THAT(idle, Not(Contains(Field(&Finding::where, name)))) << "no op casts it";
+    EXPECT_THAT(without_casts, Not(Contains(Field(&Finding::where, name)))) << "not cast";
   }
-  EXPECT_THAT(idle, Not(Contains(Field(&Finding::reason, HasSubstr("of this parameter 0")))));
+  EXPECT_THAT(without_casts,
+              Not(Contains(Field(&Finding::reason, HasSubstr("of this parameter to 0")))));
 }
 
-TEST(PrecisionChecker, ReadsWeightsThatHaveNoArithmetic) {
+TEST(PrecisionCheck, ReadsFloat8Buffers) {
   Caster model(true);
   model.register_buffer("packed", torch::ones({4}).to(torch::kFloat8_e4m3fn));
   model.named_parameters()["value"].detach().slice(0, 0, 200).fill_(1e-30);
-  const PrecisionReport report = check_precision(model, torch::ones({4, 16}), torch::kCPU, kInHalf);
-  EXPECT_THAT(report.findings,
-              Contains(finding(FindingSeverity::warning, "range", "value", "of this parameter 0")))
+  const PrecisionReport report =
+      check_precision(model, torch::ones({4, 16}), torch::kCPU, kFloat16Options);
+  EXPECT_THAT(report.findings, Contains(finding(FindingSeverity::warning, "range", "value",
+                                                "of this parameter to 0")))
       << report;
 }
 
-/// The share that the doctor foretells is that of a run, and its remedy makes all weights move.
-TEST(PrecisionChecker, ForetellsTheUpdatesThatRoundToNothing) {
+/// The reported percentage is that of a training run, and the remedy updates all weights.
+TEST(PrecisionCheck, PredictsUpdatesLostToRounding) {
   torch::manual_seed(0);
   torch::nn::Linear layer(64, 64);
   layer->to(torch::kBFloat16);
-  const auto found = [&](at::ScalarType dtype, std::optional<double> rate) {
+  const auto found = [&](at::ScalarType dtype, std::optional<double> learning_rate) {
     layer->to(dtype);
-    mezzo::PrecisionCheckOptions options = kInBfloat16;
-    options.learning_rate = rate;
+    mezzo::PrecisionCheckOptions options = kBfloat16Options;
+    options.learning_rate = learning_rate;
     return check_precision(layer, torch::ones({8, 64}).to(dtype), torch::kCPU, options).findings;
   };
-  const auto says_nothing = Not(Contains(about("updates")));
-  EXPECT_THAT(found(torch::kBFloat16, std::nullopt), says_nothing);
-  EXPECT_THAT(found(torch::kBFloat16, 1e-2), says_nothing);
-  EXPECT_THAT(message_of([&] { found(torch::kBFloat16, -1.0); }), HasSubstr("learning_rate is -1"));
+  const auto has_no_update_finding = Not(Contains(has_check("updates")));
+  EXPECT_THAT(found(torch::kBFloat16, std::nullopt), has_no_update_finding);
+  EXPECT_THAT(found(torch::kBFloat16, 1e-2), has_no_update_finding);
+  EXPECT_THAT(message_of([&] { found(torch::kBFloat16, -1.0); }),
+              HasSubstr("Invalid learning rate: -1"));
   const auto findings = found(torch::kBFloat16, 1e-4);
   const auto finding = std::find_if(findings.begin(), findings.end(),
                                     [](const auto& one) { return one.check == "updates"; });
@@ -156,7 +159,7 @@ TEST(PrecisionChecker, ForetellsTheUpdatesThatRoundToNothing) {
   EXPECT_THAT(finding->remedy, HasSubstr("WeightStorage::fp32_master"));
 
   const torch::Tensor start = layer->weight.detach().clone();
-  const auto unmoved = [&](mezzo::optim::WeightStorage storage, double gradient) {
+  const auto unchanged_fraction = [&](mezzo::optim::WeightStorage storage, double gradient) {
     layer->weight.detach().copy_(start);
     mezzo::optim::AdamW optimizer(layer->parameters(),
                                   mezzo::optim::AdamWOptions(1e-4).weight_decay(0),
@@ -168,30 +171,40 @@ TEST(PrecisionChecker, ForetellsTheUpdatesThatRoundToNothing) {
     }
     return layer->weight.detach().eq(start).to(torch::kFloat).mean().item<double>();
   };
-  const double share = (unmoved(mezzo::optim::WeightStorage::plain, 1) +
-                        unmoved(mezzo::optim::WeightStorage::plain, -1)) /
-                       2;
-  EXPECT_GT(share, 0.5);
-  EXPECT_THAT(finding->where, HasSubstr(c10::str("weight (", std::lround(100 * share), " %)")));
-  EXPECT_EQ(unmoved(mezzo::optim::WeightStorage::fp32_master, 1), 0);
-  EXPECT_THAT(found(torch::kFloat, 1e-4), says_nothing);
+  const double fraction = (unchanged_fraction(mezzo::optim::WeightStorage::plain, 1) +
+                           unchanged_fraction(mezzo::optim::WeightStorage::plain, -1)) /
+                          2;
+  EXPECT_GT(fraction, 0.5);
+  EXPECT_THAT(finding->where, HasSubstr(c10::str("weight (", std::lround(100 * fraction), " %)")));
+  EXPECT_EQ(unchanged_fraction(mezzo::optim::WeightStorage::fp32_master, 1), 0);
+  EXPECT_THAT(found(torch::kFloat, 1e-4), has_no_update_finding);
 }
 
-TEST(PrecisionChecker, NamesSizesThatAreNoMultipleOf8) {
+TEST(PrecisionCheck, ReportsDimensionsNotMultipleOf8) {
   torch::nn::Sequential model(torch::nn::Linear(16, 16), torch::nn::Linear(16, 9));
-  const auto all = check_precision(model, torch::ones({8, 16}), torch::kCPU, kInBfloat16).findings;
-  EXPECT_THAT(all, Contains(finding(FindingSeverity::note, "dimensions", "1",
-                                    "a product of 8 x 16 with 16 x 9 has a size that is no")));
+  const auto all =
+      check_precision(model, torch::ones({8, 16}), torch::kCPU, kBfloat16Options).findings;
+  EXPECT_THAT(all,
+              Contains(finding(FindingSeverity::note, "dimensions", "1",
+                               "a product of [8, 16] and [16, 9] has a dimension that is not")));
   EXPECT_EQ(std::count_if(all.begin(), all.end(),
                           [](const auto& one) { return one.check == "dimensions"; }),
             1);
   const torch::nn::Conv2d images(1, 16, 3);
-  EXPECT_THAT(check_precision(images, torch::ones({8, 1, 6, 6}), torch::kCPU, kInBfloat16).findings,
-              Contains(finding(FindingSeverity::note, "dimensions", "(model)",
-                               "a convolution of 1 to 16 channels")));
+  EXPECT_THAT(
+      check_precision(images, torch::ones({8, 1, 6, 6}), torch::kCPU, kBfloat16Options).findings,
+      Contains(finding(FindingSeverity::note, "dimensions", "(model)",
+                       "a convolution of 1 to 16 channels")));
 }
 
-TEST(PrecisionChecker, LeavesNoTrace) {
+TEST(PrecisionReport, ReportsMaxSeverity) {
+  PrecisionReport report;
+  EXPECT_EQ(report.max_severity(), FindingSeverity::note);
+  report.findings = {{.severity = FindingSeverity::error}, {.severity = FindingSeverity::warning}};
+  EXPECT_EQ(report.max_severity(), FindingSeverity::error);
+}
+
+TEST(PrecisionCheck, PreservesModelGradsAndRng) {
   torch::nn::Sequential model(torch::nn::Linear(8, 8), torch::nn::BatchNorm1d(8),
                               torch::nn::Dropout(0.5));
   model->parameters()[0].mutable_grad() = torch::ones({8, 8});
@@ -205,25 +218,25 @@ TEST(PrecisionChecker, LeavesNoTrace) {
       check_precision(model, torch::randn({16, 8}, torch::kDouble).to(torch::kFloat), torch::kCPU,
                       {.dtype = torch::kBFloat16});
   torch::manual_seed(7);
-  static_cast<void>(check_precision(model, torch::ones({16, 8}), torch::kCPU, kInBfloat16));
+  static_cast<void>(check_precision(model, torch::ones({16, 8}), torch::kCPU, kBfloat16Options));
   EXPECT_TRUE(torch::equal(torch::rand({4}), drawn));
   EXPECT_TRUE(torch::equal(model->buffers()[0], mean));
   EXPECT_EQ(weight._version(), version);
   EXPECT_TRUE(torch::equal(weight.grad(), torch::ones({8, 8})));
   EXPECT_FALSE(at::autocast::is_autocast_enabled(torch::kCPU));
-  EXPECT_THAT(report.findings, Contains(about("hardware")));
+  EXPECT_THAT(report.findings, Contains(has_check("hardware")));
 }
 
-TEST(PrecisionChecker, PutsBackBuffersOfIntegersToo) {
+TEST(PrecisionCheck, RestoresIntegerBuffers) {
   torch::nn::Sequential model(torch::nn::Linear(8, 8), torch::nn::BatchNorm1d(8));
   model->register_buffer("expanded", torch::ones({1}, torch::kBool).expand({4}));
   const torch::Tensor steps = model->named_buffers()["1.num_batches_tracked"];
   steps.fill_(3);
-  static_cast<void>(check_precision(model, torch::randn({16, 8}), torch::kCPU, kInBfloat16));
+  static_cast<void>(check_precision(model, torch::randn({16, 8}), torch::kCPU, kBfloat16Options));
   EXPECT_EQ(steps.item<std::int64_t>(), 3);
 }
 
-TEST(PrecisionChecker, TakesNeitherItsOwnOpsNorUnwrittenMemoryForConstants) {
+TEST(PrecisionCheck, IgnoresOwnOpsAndOutMemory) {
   struct Scalar : torch::nn::Module {
     torch::nn::Linear layer{8, 8};
     torch::Tensor memory = torch::zeros({}), large = torch::full({}, 1e7F);
@@ -235,14 +248,15 @@ TEST(PrecisionChecker, TakesNeitherItsOwnOpsNorUnwrittenMemoryForConstants) {
       return large + large;
     }
   } model;
-  const PrecisionReport report = check_precision(model, torch::ones({8, 8}), torch::kCPU, kInHalf);
+  const PrecisionReport report =
+      check_precision(model, torch::ones({8, 8}), torch::kCPU, kFloat16Options);
   for (const char* number : {"2e+07", "1e+09"}) {
     EXPECT_THAT(report.findings, Not(Contains(Field(&Finding::reason, HasSubstr(number)))))
         << report;
   }
 }
 
-TEST(PrecisionChecker, TakesHoldersPointersAndSeveralArguments) {
+TEST(PrecisionCheck, AcceptsHoldersPointersAndTuples) {
   struct TwoImpl : torch::nn::Module {
     torch::nn::Linear layer{8, 8};
     TwoImpl() { register_module("layer", layer); }
@@ -253,13 +267,16 @@ TEST(PrecisionChecker, TakesHoldersPointersAndSeveralArguments) {
   const auto pointer = std::make_shared<TwoImpl>();
   const torch::nn::ModuleHolder<TwoImpl> holder(pointer);
   const auto sample = std::make_tuple(torch::ones({8, 8}), torch::ones({8, 8}));
-  EXPECT_LT(check_precision(pointer, sample, torch::kCPU, kInBfloat16).max_severity(), 2);
-  EXPECT_LT(check_precision(holder, sample, torch::kCPU, kInBfloat16).max_severity(), 2);
-  EXPECT_LT(check_precision(*pointer, sample, torch::kCPU, kInBfloat16).max_severity(), 2);
+  EXPECT_LT(check_precision(pointer, sample, torch::kCPU, kBfloat16Options).max_severity(),
+            FindingSeverity::error);
+  EXPECT_LT(check_precision(holder, sample, torch::kCPU, kBfloat16Options).max_severity(),
+            FindingSeverity::error);
+  EXPECT_LT(check_precision(*pointer, sample, torch::kCPU, kBfloat16Options).max_severity(),
+            FindingSeverity::error);
 }
 
-/// libtorch's attention after a layer; it takes a loop over float and double alone to its scores
-/// where it is given a mask.
+/// A layer and libtorch's attention, whose key_padding_mask uses a loop for float32 and float64
+/// only.
 struct MaskedAttention : torch::nn::Module {
   torch::nn::Linear layer{16, 16};
   torch::nn::MultiheadAttention attention{torch::nn::MultiheadAttentionOptions(16, 2)};
@@ -273,8 +290,8 @@ struct MaskedAttention : torch::nn::Module {
   }
 };
 
-/// The forward error of the pass, which is there.
-Finding throw_in(const PrecisionReport& report) {
+/// Returns the "forward" finding.
+Finding forward_finding(const PrecisionReport& report) {
   for (const Finding& one : report.findings) {
     if (one.check == "forward") return one;
   }
@@ -282,29 +299,31 @@ Finding throw_in(const PrecisionReport& report) {
   return {};
 }
 
-TEST(PrecisionChecker, SaysWhereTheModelsOwnCodeThrowsAndNoOp) {
+TEST(PrecisionCheck, ReportsExceptionOutsideOps) {
   MaskedAttention model;
   model.eval();
   const torch::Tensor x = torch::randn({8, 4, 16});
   const torch::Tensor mask = torch::zeros({4, 8}, torch::kBool);
-  for (const auto& options : {kInBfloat16, kInHalf}) {
+  for (const auto& options : {kBfloat16Options, kFloat16Options}) {
     const Finding found =
-        throw_in(check_precision(model, std::make_tuple(x, mask), torch::kCPU, options));
-    EXPECT_THAT(found.reason, HasSubstr("in the model's code and in no op, after aten::"));
+        forward_finding(check_precision(model, std::make_tuple(x, mask), torch::kCPU, options));
+    EXPECT_THAT(found.reason, HasSubstr("in the model's code outside any op, after aten::"));
     EXPECT_THAT(found.reason, HasSubstr("attn_output_weights"));
     EXPECT_THAT(found.where, HasSubstr("attention"));
     EXPECT_THAT(found.remedy, HasSubstr(".enabled = false"));
   }
 }
 
-TEST(PrecisionChecker, GivesNoRemedyWhereFloat32ThrowsToo) {
+TEST(PrecisionCheck, HasNoRemedyIfFloat32Throws) {
   torch::nn::Linear model(8, 8);
-  EXPECT_EQ(throw_in(check_precision(model, torch::ones({8, 9}), torch::kCPU, kInBfloat16)).remedy,
-            "");
+  EXPECT_EQ(
+      forward_finding(check_precision(model, torch::ones({8, 9}), torch::kCPU, kBfloat16Options))
+          .remedy,
+      "");
 }
 
-/// The attention above as TorchScript: its mask is a constant of a graph two modules down.
-torch::jit::Module scripted() {
+/// The attention above as TorchScript, with the mask constant in a nested module.
+torch::jit::Module make_script() {
   torch::jit::Module layer("Layer"), encoder("Encoder"), model("Model");
   layer.register_parameter("weight", torch::randn({16, 16}), false);
   layer.register_attribute("eps", c10::FloatType::get(), 1e-12);
@@ -324,11 +343,11 @@ torch::jit::Module scripted() {
 }
 
 PrecisionReport check_script(torch::jit::Module model, const std::vector<c10::IValue>& sample) {
-  return check_precision(model, sample, torch::kCPU, kInHalf);
+  return check_precision(model, sample, torch::kCPU, kFloat16Options);
 }
 
-TEST(PrecisionChecker, NamesTheModuleBeforeAConstantOfTorchScript) {
-  const PrecisionReport report = check_script(scripted(), {rows()});
+TEST(PrecisionCheck, ReportsTorchScriptConstants) {
+  const PrecisionReport report = check_script(make_script(), {rows()});
   EXPECT_THAT(report.findings,
               Contains(finding(FindingSeverity::error, "range", "after encoder.layer",
                                "masked_fill with -1e+09 computes in float16")));
@@ -341,14 +360,14 @@ TEST(PrecisionChecker, NamesTheModuleBeforeAConstantOfTorchScript) {
   EXPECT_EQ(report.parameters, 256);
 }
 
-TEST(PrecisionChecker, ReadsTheValuesOfTorchScriptWithoutASample) {
-  torch::jit::Module model = scripted();
+TEST(PrecisionCheck, ChecksTorchScriptValuesWithoutSample) {
+  torch::jit::Module model = make_script();
   model.register_buffer("mask", torch::full({2}, -1e9));
   EXPECT_THAT(check_script(model, {}).findings,
               Contains(finding(FindingSeverity::warning, "range", "mask", "this buffer")));
 }
 
-TEST(PrecisionChecker, AccusesNoConstantOfTorchScriptThatMeetsIntegersAlone) {
+TEST(PrecisionCheck, IgnoresTorchScriptIntegerConstants) {
   torch::jit::Module model("Model");
   model.register_parameter("weight", torch::ones({8, 8}), false);
   model.define(R"(
@@ -361,16 +380,16 @@ TEST(PrecisionChecker, AccusesNoConstantOfTorchScriptThatMeetsIntegersAlone) {
     return Field(&Finding::reason, HasSubstr(what));
   };
   const auto all = check_script(model, {torch::ones({8, 8})}).findings;
-  EXPECT_THAT(all, Not(Contains(named("1e+05")))) << "integers alone";
+  EXPECT_THAT(all, Not(Contains(named("1e+05")))) << "integer tensors";
   EXPECT_THAT(all, Not(Contains(named("1e+06")))) << "a product of two Python floats";
 }
 
-TEST(PrecisionChecker, PrintsTheWorstFirstWithinTheWidthOfATerminal) {
+TEST(PrecisionCheck, PrintsMostSevereFirstWithin100Columns) {
   Attention model;
   std::ostringstream out;
-  out << check_precision(model, rows(), torch::kCPU, kInHalf);
+  out << check_precision(model, rows(), torch::kCPU, kFloat16Options);
   const std::string text = out.str();
-  EXPECT_THAT(text, HasSubstr("parameters on cpu, looked at for float16: 2 errors, "));
+  EXPECT_THAT(text, HasSubstr("parameters on cpu for float16: 2 errors, "));
   EXPECT_LT(text.find("  error "), text.find("  warning "));
   EXPECT_THAT(text, HasSubstr("> scores.masked_fill(mask, -std::numeric_limits<float>::infinity"));
   std::istringstream lines(text);
@@ -380,15 +399,16 @@ TEST(PrecisionChecker, PrintsTheWorstFirstWithinTheWidthOfATerminal) {
   }
 }
 
-TEST(PrecisionChecker, SaysWhatItCannotExamine) {
+TEST(PrecisionCheck, ThrowsForInvalidArguments) {
   Attention model;
   EXPECT_THAT(message_of([&] { check_precision(model, rows(), torch::kMeta); }),
               HasSubstr("unsupported autocast device_type 'meta'"));
-  EXPECT_THAT(message_of([&] { check_precision(model, rows(), torch::kCUDA); }),
-              HasSubstr("norm.weight is on cpu and device is cuda; call model->to(device) first"));
+  EXPECT_THAT(
+      message_of([&] { check_precision(model, rows(), torch::kCUDA); }),
+      HasSubstr("expected all parameters on cuda, but norm.weight is on cpu; call model->to"));
   EXPECT_THAT(
       message_of([&] { check_precision(model, rows(), torch::kCPU, {.dtype = torch::kFloat}); }),
-      HasSubstr("dtype is Float; use torch::kHalf or torch::kBFloat16"));
+      HasSubstr("expected dtype torch::kHalf or torch::kBFloat16, but got Float"));
   torch::nn::Sequential empty{torch::nn::ReLU()};
   EXPECT_THAT(message_of([&] { check_precision(empty, rows(), torch::kCPU); }),
               HasSubstr("the model has no parameters"));
@@ -396,7 +416,7 @@ TEST(PrecisionChecker, SaysWhatItCannotExamine) {
               HasSubstr("the model is an empty holder or a null pointer"));
   const mezzo::AutocastGuard<torch::kCPU> autocast;
   EXPECT_THAT(message_of([&] { check_precision(model, rows(), torch::kCPU); }),
-              HasSubstr("outside of Autocast regions"));
+              HasSubstr("call it outside autocast regions"));
 }
 
 }  // namespace

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Reads what MetricsLogger's writers wrote with Python's own readers, and the event file with a reader of its own.
+"""Reads the files of CsvWriter, TensorBoardWriter and RunReport in Python.
 
     read_metrics_files.py MEZZO_TESTS
 
-Runs the test that writes the files, in a folder of its own, and compares the two with each other. Where Python
-has `tensorboard`, that reads the event file too. check_run_report.py looks at the page in a browser.
+Runs the test that writes the files, and compares the CSV file with the event file, which an independent reader
+decodes, and `tensorboard` too if it is installed. check_run_report.py renders the page in a browser.
 """
 
 import csv
@@ -31,11 +31,11 @@ def crc32c(data):
 def check_crc(data, stored):
     crc = crc32c(data)
     masked = (((crc >> 15) | (crc << 17 & 0xFFFFFFFF)) + 0xA282EAD8) & 0xFFFFFFFF
-    assert masked == struct.unpack("<I", stored)[0], "a checksum does not hold"
+    assert masked == struct.unpack("<I", stored)[0], "wrong checksum"
 
 
 def messages(data):
-    """The payloads of a TFRecord file."""
+    """Yields the payloads of a TFRecord file."""
     while data:
         check_crc(data[:8], data[8:12])
         (length,) = struct.unpack("<Q", data[:8])
@@ -56,7 +56,7 @@ def varint(data, at):
 
 
 def fields(message):
-    """(number, value) of each field of a protocol buffer."""
+    """Yields (number, value) of each field of a protocol buffer."""
     at = 0
     while at < len(message):
         key, at = varint(message, at)
@@ -73,7 +73,7 @@ def fields(message):
 
 
 def events(path):
-    """{(step, tag): value} of an event file."""
+    """Returns {(step, tag): value} of an event file."""
     scalars = {}
     for number, message in enumerate(messages(path.read_bytes())):
         event = dict(fields(message))
@@ -88,12 +88,12 @@ def events(path):
     return scalars
 
 
-def scalars_of_tensorboard(folder):
+def tensorboard_scalars(directory):
     try:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     except ImportError:
         return None
-    accumulator = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    accumulator = EventAccumulator(str(directory), size_guidance={"scalars": 0})
     accumulator.Reload()
     return {(e.step, tag): e.value for tag in accumulator.Tags()["scalars"] for e in accumulator.Scalars(tag)}
 
@@ -112,7 +112,7 @@ def check_equal(scalars, rows):
 
 
 class Page(html.parser.HTMLParser):
-    """Counts elements, and refuses what would load something."""
+    """Counts elements, and fails for those that load a resource."""
 
     def __init__(self):
         super().__init__()
@@ -125,7 +125,7 @@ class Page(html.parser.HTMLParser):
 
 
 def check_page(text):
-    assert not re.search(r"https?:|url\(|@import", text), "the page asks for something else"
+    assert not re.search(r"https?:|url\(|@import", text), "the page loads a resource"
     page = Page()
     page.feed(text)
     assert page.count["svg"] == 5, page.count
@@ -134,20 +134,20 @@ def check_page(text):
 
 def main():
     with tempfile.TemporaryDirectory() as name:
-        folder = pathlib.Path(name)
-        subprocess.run([sys.argv[1], "--gtest_filter=MetricsFiles.HoldWhatWasRecorded", "--gtest_brief=1"],
+        directory = pathlib.Path(name)
+        subprocess.run([sys.argv[1], "--gtest_filter=MetricsFiles.ContainRecordedSteps", "--gtest_brief=1"],
                        check=True, env={**os.environ, "MEZZO_METRICS_DIRECTORY": name})
-        with open(folder / "run.csv", newline="", encoding="ascii") as file:
+        with open(directory / "run.csv", newline="", encoding="ascii") as file:
             rows = [{key: float(value) for key, value in row.items() if value} for row in csv.DictReader(file)]
 
         assert len(rows) == 40
-        (path,) = (folder / "events").iterdir()
+        (path,) = (directory / "events").iterdir()
         check_equal(events(path), rows)
-        known = scalars_of_tensorboard(folder / "events")
-        if known is not None:
-            check_equal(known, rows)
-        check_page((folder / "run.html").read_text(encoding="utf-8"))
-        print("read" + ("" if known is None else ", by tensorboard too"))
+        tensorboard = tensorboard_scalars(directory / "events")
+        if tensorboard is not None:
+            check_equal(tensorboard, rows)
+        check_page((directory / "run.html").read_text(encoding="utf-8"))
+        print("read" + ("" if tensorboard is None else ", by tensorboard too"))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
-// What a user's callback throws: it comes out of the call that the callback was run from, that call
-// has done its work, and the steps that follow have the bits of a run in which nothing was thrown.
+// An exception of a user's callback leaves the call that ran the callback, after that call has done
+// its work; later steps are bitwise identical to those of a run without exceptions.
 
 #include <mezzo/diagnostics/anomaly_trace.h>
+#include <mezzo/diagnostics/divergence_monitor.h>
+#include <mezzo/diagnostics/finding.h>
 #include <mezzo/diagnostics/metrics_logger.h>
 #include <mezzo/diagnostics/overflow_report.h>
+#include <mezzo/diagnostics/trace_on_skips.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/ema.h>
 #include <mezzo/scaling/finite_grad_accumulator.h>
@@ -25,15 +28,15 @@ namespace {
 using mezzo::GradScaler;
 using torch::Tensor;
 
-/// A run whose steps 2 to 4 overflow.
+/// A training run whose steps 2 to 4 overflow.
 class CallbackRun {
  public:
   explicit CallbackRun(bool throws) : throws_(throws) { scaler.on_skip(nullptr); }
 
-  /// What a callback ends with. Only in one of two runs that are compared.
+  /// Called by the callback under test; throws in one of the two compared runs.
   void in_callback() {
     ++calls;
-    if (throws_) throw std::runtime_error("of a callback");
+    if (throws_) throw std::runtime_error("from a callback");
   }
 
   void train() {
@@ -46,16 +49,16 @@ class CallbackRun {
         const Tensor loss = model(batch).square().sum();
         scaler.scale(overflows ? loss * std::numeric_limits<float>::infinity() : loss).backward();
       };
-      if (!survives(backward)) {
+      if (!completes(backward)) {
         model->zero_grad();
         throws_ = false;
         backward();
         throws_ = true;
       }
       const auto result = scaler.step(optimizer, {.max_norm = 1.0});
-      survives([&] { scaler.update(); });
-      survives([&] { ema.update(); });
-      survives([&] { logger.record(result, torch::ones({})); });
+      completes([&] { scaler.update(); });
+      completes([&] { ema.update(); });
+      completes([&] { logger.record(result, torch::ones({})); });
       scales.push_back(scaler.get_scale());
     }
   }
@@ -68,19 +71,19 @@ class CallbackRun {
   GradScaler scaler{{.init_scale = 1024, .growth_interval = 3}};
   mezzo::Ema ema{model->parameters(), {}};
   mezzo::MetricsLogger logger;
-  std::vector<std::int64_t> recorded;  ///< by a writer behind all others
+  std::vector<std::int64_t> recorded;  ///< by the last callback
   std::vector<double> scales;
-  int calls = 0;   ///< of the callback
-  int caught = 0;  ///< what it threw
+  int calls = 0;   ///< of the callback under test
+  int caught = 0;  ///< exceptions
 
  private:
   template <class Call>
-  bool survives(const Call& call) {
+  bool completes(const Call& call) {
     try {
       call();
       return true;
     } catch (const std::runtime_error& error) {
-      EXPECT_STREQ(error.what(), "of a callback");
+      EXPECT_STREQ(error.what(), "from a callback");
       ++caught;
       return false;
     }
@@ -89,16 +92,16 @@ class CallbackRun {
   bool throws_;
 };
 
-/// Where a user's code is called.
-struct CallbackPlace {
+/// A place that calls a user's function.
+struct CallbackCase {
   std::string name;
   std::function<void(CallbackRun&)> install;
 };
-std::ostream& operator<<(std::ostream& stream, const CallbackPlace& place) {
-  return stream << place.name;
+std::ostream& operator<<(std::ostream& stream, const CallbackCase& callback_case) {
+  return stream << callback_case.name;
 }
 
-const CallbackPlace kCallbackPlaces[] = {
+const CallbackCase kCallbackCases[] = {
     {"OnSkip",
      [](CallbackRun& run) {
        run.scaler.on_skip([&run](const mezzo::SkippedStep&) { run.in_callback(); });
@@ -109,7 +112,7 @@ const CallbackPlace kCallbackPlaces[] = {
            *run.model,
            {.stream = nullptr, .callback = [&run](const mezzo::Overflow&) { run.in_callback(); }}));
      }},
-    {"TelemetryWriter",
+    {"MetricsLoggerCallback",
      [](CallbackRun& run) {
        run.logger.add_callback([&run](const mezzo::StepMetrics&) { run.in_callback(); });
      }},
@@ -128,33 +131,33 @@ const CallbackPlace kCallbackPlaces[] = {
      }},
 };
 
-class ThrowingCallbacks : public testing::TestWithParam<CallbackPlace> {};
+class ThrowingCallbacks : public testing::TestWithParam<CallbackCase> {};
 
-TEST_P(ThrowingCallbacks, AreHeardOfAndTheNextStepsHaveTheSameBits) {
-  CallbackRun thrown(true), plain(false);
-  for (CallbackRun* run : {&thrown, &plain}) {
+TEST_P(ThrowingCallbacks, PropagateAndPreserveLaterSteps) {
+  CallbackRun throwing(true), reference(false);
+  for (CallbackRun* run : {&throwing, &reference}) {
     GetParam().install(*run);
     run->logger.add_callback(
-        [run](const mezzo::StepMetrics& record) { run->recorded.push_back(record.step); });
+        [run](const mezzo::StepMetrics& metrics) { run->recorded.push_back(metrics.step); });
     run->train();
   }
-  EXPECT_GT(plain.calls, 0) << "nothing would have been thrown";
-  EXPECT_GE(thrown.calls, plain.calls);
-  EXPECT_GT(thrown.caught, 0);
-  EXPECT_EQ(plain.caught, 0);
-  EXPECT_TRUE(torch::equal(thrown.model->weight, plain.model->weight));
-  EXPECT_TRUE(torch::equal(thrown.model->bias, plain.model->bias));
-  EXPECT_TRUE(torch::equal(thrown.ema.averages().front(), plain.ema.averages().front()));
-  EXPECT_EQ(thrown.optimizer.applied_steps(), plain.optimizer.applied_steps());
-  EXPECT_EQ(thrown.scales, plain.scales);
-  EXPECT_EQ(thrown.recorded, plain.recorded) << "every writer had every record";
+  EXPECT_GT(reference.calls, 0) << "the callback was never called";
+  EXPECT_GE(throwing.calls, reference.calls);
+  EXPECT_GT(throwing.caught, 0);
+  EXPECT_EQ(reference.caught, 0);
+  EXPECT_TRUE(torch::equal(throwing.model->weight, reference.model->weight));
+  EXPECT_TRUE(torch::equal(throwing.model->bias, reference.model->bias));
+  EXPECT_TRUE(torch::equal(throwing.ema.averages().front(), reference.ema.averages().front()));
+  EXPECT_EQ(throwing.optimizer.applied_steps(), reference.optimizer.applied_steps());
+  EXPECT_EQ(throwing.scales, reference.scales);
+  EXPECT_EQ(throwing.recorded, reference.recorded) << "every callback received every step";
 }
 
-INSTANTIATE_TEST_SUITE_P(Of, ThrowingCallbacks, testing::ValuesIn(kCallbackPlaces),
-                         [](const auto& place) { return place.param.name; });
+INSTANTIATE_TEST_SUITE_P(Callbacks, ThrowingCallbacks, testing::ValuesIn(kCallbackCases),
+                         [](const auto& info) { return info.param.name; });
 
-// A backward pass that the user wrote, run by mezzo: what was accumulated before is what is left.
-TEST(ThrowingCallbacks, OfAMicroBatchLeaveWhatWasAccumulated) {
+// FiniteGradAccumulator::add runs the user's backward pass.
+TEST(ThrowingCallbacks, PreserveAccumulatedGradsOfMicroBatches) {
   CallbackRun run(true);
   run.model->zero_grad();
   const Tensor batch = torch::ones({2, 4});
@@ -171,12 +174,12 @@ TEST(ThrowingCallbacks, OfAMicroBatchLeaveWhatWasAccumulated) {
   EXPECT_TRUE(torch::equal(run.model->weight.grad(), before * 2));
 }
 
-// An Ema of masters asks the program for them at every update.
-TEST(ThrowingCallbacks, OfAnEmasMastersCostOneUpdate) {
+// Ema calls `masters` in every update.
+TEST(ThrowingCallbacks, PreserveEmaWhenMastersThrow) {
   bool throws = false;
   const Tensor weight = torch::ones({3});
   mezzo::Ema ema({weight}, {.decay = 0.5, .masters = [&]() -> std::vector<Tensor> {
-                              if (throws) throw std::runtime_error("of a callback");
+                              if (throws) throw std::runtime_error("from a callback");
                               return {weight};
                             }});
   ema.update();

@@ -1,6 +1,6 @@
-// What is lost before anything is inf? Asked of UnderflowReport.
+// Faults for UnderflowReport: gradients outside float16's range.
 
-#include <mezzo/diagnostics/overflow_report.h>
+#include <mezzo/diagnostics/underflow_report.h>
 
 #include <torch/torch.h>
 
@@ -13,13 +13,13 @@
 namespace diagnostics_test {
 namespace {
 
-/// The line of `layer` with gradients of `magnitude`, in all layers or in this one, and the
-/// suggested scale, under which the cure makes the gradients.
+/// Gradients of `magnitude` in `layer`, or in all layers; fixed by the suggested loss scale.
+/// Returns the statistics of `layer`.
 Run underflow(const std::string& layer, double magnitude, bool in_all = false) {
-  return [=](bool cured) {
+  return [=](bool fixed) {
     const auto report_at = [&](double scale) {
-      PatientImpl model;
-      squares(model).backward();
+      TestModelImpl model;
+      mean_square(model).backward();
       for (const auto& entry : model.named_parameters()) {
         if (!in_all && !entry.key().starts_with(layer)) continue;
         entry.value().mutable_grad() = torch::full_like(entry.value(), magnitude * scale);
@@ -29,12 +29,12 @@ Run underflow(const std::string& layer, double magnitude, bool in_all = false) {
       return report;
     };
     mezzo::UnderflowReport report = report_at(1);
-    if (cured) report = report_at(mezzo::suggest_loss_scale(report));
+    if (fixed) report = report_at(mezzo::suggest_loss_scale(report));
     for (const auto& one : report.layers()) {
       if (one.layer != layer) continue;
       if (one.underflow + one.subnormal + one.overflow + one.nonfinite == 0)
         return std::string(kNothing);
-      return c10::str(one.layer, ": lost ", one.underflow, ", subnormal ", one.subnormal,
+      return c10::str(one.layer, ": underflow ", one.underflow, ", subnormal ", one.subnormal,
                       ", overflow ", one.overflow, "; suggest_loss_scale ",
                       mezzo::suggest_loss_scale(report));
     }
@@ -42,11 +42,11 @@ Run underflow(const std::string& layer, double magnitude, bool in_all = false) {
   };
 }
 
-/// A LayerNorm over a single element gives its bias, whatever it reads: no gradient passes.
-std::string underflow_before_a_norm(bool cured) {
+/// A LayerNorm over one element returns its bias for any input, so that its input has no gradient.
+std::string norm_over_one_element(bool fixed) {
   torch::manual_seed(0);
-  nn::Sequential model(nn::Linear(8, cured ? 8 : 1),
-                       nn::LayerNorm(nn::LayerNormOptions({cured ? 8 : 1})));
+  nn::Sequential model(nn::Linear(8, fixed ? 8 : 1),
+                       nn::LayerNorm(nn::LayerNormOptions({fixed ? 8 : 1})));
   model->forward(torch::randn({8, 8})).square().mean().backward();
   mezzo::UnderflowReport report(torch::kHalf);
   report.add_gradients(*model);
@@ -56,26 +56,26 @@ std::string underflow_before_a_norm(bool cured) {
 
 }  // namespace
 
-std::vector<PlantedFault> lost_precision() {
+std::vector<FaultCase> underflow_report_cases() {
   return {
-      {"GradientsOf1e9th",
+      {"GradsOf1eMinus9",
        "gradients of 1e-9 in all layers",
        underflow("body", 1e-9, true),
-       {"body: lost 1,"},
+       {"body: underflow 1,"},
        "suggest_loss_scale"},
-      {"SubnormalGradients",
+      {"SubnormalGrads",
        "gradients of 1e-6 in norm",
        underflow("norm", 1e-6),
-       {"norm: lost 0, subnormal 1,"},
+       {"norm: underflow 0, subnormal 1,"},
        "suggest_loss_scale"},
-      {"GradientsBeyondHalf",
+      {"GradsBeyondFloat16",
        "gradients of 1e5 in head",
        underflow("head", 1e5),
-       {"head: lost 0, subnormal 0, overflow 1"},
+       {"head: underflow 0, subnormal 0, overflow 1"},
        "suggest_loss_scale"},
       {"NormOverOneElement",
-       "a LayerNorm over one element, through which no gradient passes",
-       underflow_before_a_norm,
+       "a LayerNorm over one element, which passes no gradient on",
+       norm_over_one_element,
        {"0: zero 1"}},
   };
 }

@@ -1,4 +1,5 @@
-#include <mezzo/diagnostics/overflow_report.h>
+#include <mezzo/diagnostics/tensor_summary.h>
+#include <mezzo/diagnostics/underflow_report.h>
 
 #include <torch/torch.h>
 
@@ -18,41 +19,41 @@ using mezzo::UnderflowReport;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
 
-const float kInfiniteFloat = std::numeric_limits<float>::infinity();
+const float kFloat32Infinity = std::numeric_limits<float>::infinity();
 
 float power(int exponent) { return std::ldexp(1.0F, exponent); }
 
-/// What casting to the type makes of values, counted one by one.
-LayerRangeStats by_casting(const torch::Tensor& values, at::ScalarType dtype,
-                           float smallest_normal) {
-  LayerRangeStats counted;
-  counted.sampled = values.numel();
-  const auto share = [&](const torch::Tensor& mask) {
+/// Statistics computed by casting all values.
+LayerRangeStats stats_by_casting(const torch::Tensor& values, at::ScalarType dtype,
+                                 float smallest_normal) {
+  LayerRangeStats stats;
+  stats.sampled = values.numel();
+  const auto fraction = [&](const torch::Tensor& mask) {
     return mask.sum().item<double>() / static_cast<double>(values.numel());
   };
   const torch::Tensor cast = values.to(dtype).to(torch::kFloat);
-  counted.zero = share(values == 0);
-  counted.underflow = share((values != 0) & (cast == 0));
-  counted.subnormal = share((cast != 0) & (values.abs() < smallest_normal));
-  counted.overflow = share(values.isfinite() & ~cast.isfinite());
-  counted.nonfinite = share(~values.isfinite());
-  return counted;
+  stats.zero = fraction(values == 0);
+  stats.underflow = fraction((values != 0) & (cast == 0));
+  stats.subnormal = fraction((cast != 0) & (values.abs() < smallest_normal));
+  stats.overflow = fraction(values.isfinite() & ~cast.isfinite());
+  stats.nonfinite = fraction(~values.isfinite());
+  return stats;
 }
 
-class UnderflowOf : public testing::TestWithParam<at::ScalarType> {};
+class UnderflowReportDtypes : public testing::TestWithParam<at::ScalarType> {};
 
-TEST_P(UnderflowOf, SharesAreThoseThatACastLoses) {
+TEST_P(UnderflowReportDtypes, FractionsMatchCasts) {
   torch::manual_seed(2);
   torch::Tensor values =
       torch::exp2(torch::rand({5000}) * 250 - 130) * (torch::randn({5000}).sign());
   values.index_put_({torch::indexing::Slice(0, 100)}, 0);
-  values.index_put_({torch::indexing::Slice(100, 130)}, kInfiniteFloat);
+  values.index_put_({torch::indexing::Slice(100, 130)}, kFloat32Infinity);
   values.index_put_({torch::indexing::Slice(130, 150)}, std::nanf(""));
   UnderflowReport report(GetParam());
   report.add("layer", values);
   const LayerRangeStats layer = report.layers().at(0);
   const float normal = power(mezzo::ExponentRange::from_dtype(GetParam()).min_normal);
-  const LayerRangeStats expected = by_casting(values, GetParam(), normal);
+  const LayerRangeStats expected = stats_by_casting(values, GetParam(), normal);
   EXPECT_EQ(layer.sampled, 5000);
   EXPECT_DOUBLE_EQ(layer.zero, 0.02);
   EXPECT_NEAR(layer.underflow, expected.underflow, 1e-9);
@@ -62,24 +63,25 @@ TEST_P(UnderflowOf, SharesAreThoseThatACastLoses) {
   EXPECT_GT(layer.subnormal, 0);
 }
 
-INSTANTIATE_TEST_SUITE_P(Dtypes, UnderflowOf, testing::Values(torch::kHalf, torch::kBFloat16),
+INSTANTIATE_TEST_SUITE_P(Dtypes, UnderflowReportDtypes,
+                         testing::Values(torch::kHalf, torch::kBFloat16),
                          [](const auto& dtype) { return std::string(c10::toString(dtype.param)); });
 
-TEST(Underflow, CountsWhatFloat8HoldsByPowersOfTwo) {
+TEST(UnderflowReport, MatchesFloat8Casts) {
   const torch::Tensor values = torch::exp2(torch::arange(-20, 20)) * 1.25;
   for (const auto dtype : {torch::kFloat8_e5m2, torch::kFloat8_e4m3fn}) {
     UnderflowReport report(dtype);
     report.add("layer", values);
     const LayerRangeStats layer = report.layers().at(0);
     const float normal = power(mezzo::ExponentRange::from_dtype(dtype).min_normal);
-    const LayerRangeStats expected = by_casting(values, dtype, normal);
+    const LayerRangeStats expected = stats_by_casting(values, dtype, normal);
     EXPECT_NEAR(layer.underflow, expected.underflow, 1e-9) << dtype;
     EXPECT_NEAR(layer.subnormal, expected.subnormal, 1e-9) << dtype;
     EXPECT_NEAR(layer.overflow, expected.overflow, 1e-9) << dtype;
   }
 }
 
-TEST(Underflow, TellsTheSmallestAndLargestExponent) {
+TEST(UnderflowReport, ReportsMinAndMaxExponent) {
   UnderflowReport report(torch::kHalf);
   report.add("layer", torch::tensor({power(-20), -1.5F * power(-20), power(3), 0.0F}));
   report.add("layer", torch::tensor({7.9F, 8.1F}, torch::kDouble));
@@ -89,7 +91,7 @@ TEST(Underflow, TellsTheSmallestAndLargestExponent) {
   EXPECT_EQ(layer.sampled, 6);
 }
 
-TEST(Underflow, CountsDoublesBeyondFloat32) {
+TEST(UnderflowReport, CountsFloat64BeyondFloat32Range) {
   mezzo::UnderflowReport report(torch::kBFloat16);
   report.add("layer", torch::tensor({1e39, 1e-50}, torch::kDouble));
   EXPECT_EQ(report.total().nonfinite, 0);
@@ -98,7 +100,7 @@ TEST(Underflow, CountsDoublesBeyondFloat32) {
   EXPECT_EQ(report.total().min_exponent, -167);
 }
 
-TEST(Underflow, SamplesEvenlyAndNotOneColumn) {
+TEST(UnderflowReport, SamplesAllColumns) {
   UnderflowReport report(torch::kHalf, {.samples = 1024});
   const torch::Tensor columns = torch::exp2(torch::arange(16) - 8.0).repeat({4096, 1});
   report.add("layer", columns.t());  // not contiguous
@@ -111,7 +113,7 @@ TEST(Underflow, SamplesEvenlyAndNotOneColumn) {
   }
 }
 
-TEST(Underflow, TakesGradientsOfAModelAndOfActivationsByLayer) {
+TEST(UnderflowReport, GroupsGradsAndActivationsByLayer) {
   torch::nn::Sequential model;
   model->push_back("first", torch::nn::Linear(4, 8));
   model->push_back("unused", torch::nn::Linear(4, 4));
@@ -133,27 +135,27 @@ TEST(Underflow, TakesGradientsOfAModelAndOfActivationsByLayer) {
   EXPECT_EQ(report.total().sampled, 24 + 40 + 18);
 }
 
-TEST(Underflow, SuggestsTheScaleThatUsesTheRange) {
+TEST(SuggestLossScale, UsesDtypeRange) {
   UnderflowReport report(torch::kHalf, {.loss_scale = 64});
   report.add("layer", torch::tensor({power(-3), power(-25) * 1.5F, power(-30), 0.0F}));
-  // The largest, 2^-3, may grow to 2^12: three doublings below the 2^15 of half's largest.
+  // The largest, 2^-3, may grow to 2^12: three powers of two below float16's 2^15.
   EXPECT_EQ(mezzo::suggest_loss_scale(report), 64 * power(15));
   EXPECT_EQ(mezzo::suggest_loss_scale(report, 5), 64 * power(13));
   std::ostringstream text;
   text << report;
-  EXPECT_THAT(text.str(), HasSubstr("could change by 2^18 before"));
-  EXPECT_THAT(text.str(), HasSubstr("values in float16, 2^-24 to 2^15"));
+  EXPECT_THAT(text.str(), HasSubstr("can grow by 2^18 before"));
+  EXPECT_THAT(text.str(), HasSubstr("float16 (2^-24 to 2^15), percent of sampled values"));
 
   UnderflowReport small(torch::kHalf, {.loss_scale = 1024});
   small.add("layer", torch::tensor({power(-30)}));
-  EXPECT_EQ(mezzo::suggest_loss_scale(small), power(24)) << "Apex's ceiling";
-  report.add("layer", torch::tensor({kInfiniteFloat}));
+  EXPECT_EQ(mezzo::suggest_loss_scale(small), power(24)) << "Apex's maximum";
+  report.add("layer", torch::tensor({kFloat32Infinity}));
   EXPECT_EQ(mezzo::suggest_loss_scale(report), 32);
 }
 
-TEST(Underflow, SuggestsAScaleWhereEveryGradientUnderflowed) {
+TEST(SuggestLossScale, HandlesAllZeroGrads) {
   const torch::Tensor weight = torch::ones({8}, torch::requires_grad());
-  const auto reported = [&weight](double scale) {
+  const auto report_at = [&weight](double scale) {
     weight.mutable_grad() = torch::Tensor();
     const torch::Tensor tiny = torch::full({8}, power(-24), torch::kHalf);
     (weight.to(torch::kHalf) * tiny * power(-4)).sum().to(torch::kFloat).mul(scale).backward();
@@ -161,43 +163,46 @@ TEST(Underflow, SuggestsAScaleWhereEveryGradientUnderflowed) {
     report.add("weight", weight.grad());
     return report;
   };
-  const UnderflowReport lost = reported(1);
-  ASSERT_EQ(lost.total().zero, 1) << "the true gradient is 2^-28";
-  // At most 2^-25, which may grow to 2^12: 37 doublings, of which Apex's ceiling leaves 24.
-  const double suggested = mezzo::suggest_loss_scale(lost);
+  const UnderflowReport underflowed = report_at(1);
+  ASSERT_EQ(underflowed.total().zero, 1) << "the exact gradient is 2^-28";
+  // At most 2^-25, which may grow to 2^12: 37 doublings, limited to 24 by Apex's maximum.
+  const double suggested = mezzo::suggest_loss_scale(underflowed);
   EXPECT_EQ(suggested, power(24));
-  EXPECT_EQ(mezzo::suggest_loss_scale(lost, 20), power(20));
+  EXPECT_EQ(mezzo::suggest_loss_scale(underflowed, 20), power(20));
   std::ostringstream text;
-  text << lost;
-  EXPECT_THAT(text.str(), HasSubstr("every value is 0: with the loss scale 1 they are at most "
-                                    "2^-25, or the loss does not depend on these weights; a loss "
-                                    "scale of 16777216 overflows"));
-  // The advice, followed as far as the loss in half allows.
-  EXPECT_EQ(reported(power(14)).total().zero, 0);
+  text << underflowed;
+  EXPECT_THAT(text.str(),
+              HasSubstr("every value is 0: with the loss scale 1 all are at most 2^-25, "
+                        "or the loss does not depend on these weights. To find out, use "
+                        "a loss scale of 16777216, which overflows none"));
+  // The advice, followed as far as the float16 loss allows.
+  EXPECT_EQ(report_at(power(14)).total().zero, 0);
 }
 
-TEST(Underflow, SaysWhereAValueOverflowedWhatItSuggests) {
+TEST(SuggestLossScale, LowersScaleAfterOverflow) {
   UnderflowReport report(torch::kHalf, {.loss_scale = 64});
-  report.add("layer", torch::tensor({0.5F, kInfiniteFloat}));
+  report.add("layer", torch::tensor({0.5F, kFloat32Infinity}));
   std::ostringstream text;
   text << report;
   EXPECT_EQ(mezzo::suggest_loss_scale(report), 32);
-  EXPECT_THAT(text.str(), HasSubstr("the loss scale, 64, should fall to 32 or less"));
-  EXPECT_THAT(text.str(), testing::Not(HasSubstr("could change")));
+  EXPECT_THAT(text.str(),
+              HasSubstr("a value overflowed: lower the loss scale from 64 to 32 or less"));
+  EXPECT_THAT(text.str(), testing::Not(HasSubstr("can grow")));
 }
 
-TEST(Underflow, SaysWhatItCannotCount) {
+TEST(UnderflowReport, ThrowsForInvalidArguments) {
   EXPECT_THAT([] { UnderflowReport report(torch::kInt); },
-              ThrowsMessage<c10::Error>(HasSubstr("dtype is Int")));
+              ThrowsMessage<c10::Error>(HasSubstr("unsupported dtype Int")));
   EXPECT_THAT([] { UnderflowReport(torch::kHalf, {.loss_scale = 0}); },
-              ThrowsMessage<c10::Error>(HasSubstr("loss_scale is 0")));
+              ThrowsMessage<c10::Error>(HasSubstr("loss_scale must be positive, but got 0")));
   EXPECT_THAT([] { UnderflowReport(torch::kHalf, {.samples = 0}); },
-              ThrowsMessage<c10::Error>(HasSubstr("samples is 0")));
+              ThrowsMessage<c10::Error>(HasSubstr("samples must be positive, but got 0")));
   UnderflowReport report(torch::kHalf);
   EXPECT_THAT([&] { mezzo::suggest_loss_scale(report); },
-              ThrowsMessage<c10::Error>(HasSubstr("no values; add gradients")));
+              ThrowsMessage<c10::Error>(HasSubstr("no values; call add_gradients()")));
   EXPECT_THAT([&] { report.add("ids", torch::zeros({2}, torch::kLong)); },
-              ThrowsMessage<c10::Error>(HasSubstr("ids is Long")));
+              ThrowsMessage<c10::Error>(
+                  HasSubstr("expected a floating-point tensor for ids, but got Long")));
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
 /// \file
-/// What the tests of checkpoints of several ranks share.
+/// Fixtures of the tests of DistributedCheckpointManager.
 #pragma once
 
 #include <mezzo/checkpoint/checkpoint.h>
@@ -38,7 +38,7 @@ using mezzo::optim::AdamW;
 using mezzo::optim::AdamWOptions;
 using test_support::message_of;
 
-/// An object that some ranks cannot save, or load.
+/// An object that throws while it is saved or loaded.
 struct ThrowingObject {
   bool throws_on_save = false;
   bool throws_on_load = false;
@@ -61,21 +61,21 @@ inline torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive
   return archive;
 }
 
-inline std::vector<std::string> gather_strings(const BackendPtr& ranks, const std::string& own) {
-  return mezzo::detail::all_gather_strings(ranks, own);
+inline std::vector<std::string> gather_strings(const BackendPtr& backend, const std::string& own) {
+  return mezzo::detail::all_gather_strings(backend, own);
 }
 
-/// What all ranks throw, if those are the same words; what two of them throw otherwise.
+/// Returns the error of all ranks if they are equal, or two different ones.
 template <class Call>
-std::string common_message_of(const BackendPtr& ranks, const Call& call) {
-  const std::vector<std::string> errors = gather_strings(ranks, message_of(call));
+std::string common_message_of(const BackendPtr& backend, const Call& call) {
+  const std::vector<std::string> errors = gather_strings(backend, message_of(call));
   for (const std::string& error : errors) {
-    if (error != errors[0]) return "different words:\n" + errors[0] + "\nand\n" + error;
+    if (error != errors[0]) return "different messages:\n" + errors[0] + "\nand\n" + error;
   }
   return errors[0];
 }
 
-/// A directory of rank 0's that all ranks use; it goes when all are done with it.
+/// A temporary directory that all ranks share.
 class SharedDirectory {
  public:
   SharedDirectory() {
@@ -90,7 +90,7 @@ class SharedDirectory {
   SharedDirectory& operator=(const SharedDirectory&) = delete;
 
   const std::filesystem::path& path() const { return path_; }
-  std::vector<std::string> temporaries() const {
+  std::vector<std::string> list_temporaries() const {
     std::vector<std::string> found;
     for (const auto& entry : std::filesystem::directory_iterator(path_)) {
       if (entry.path().extension() == ".tmp") found.push_back(entry.path().string());
@@ -103,14 +103,14 @@ class SharedDirectory {
   std::filesystem::path path_;
 };
 
-inline mezzo::CheckpointManagerOptions warning_into(std::vector<std::string>& warnings) {
+inline mezzo::CheckpointManagerOptions record_warnings(std::vector<std::string>& warnings) {
   return {.on_warning = [&warnings](const std::string& text) { warnings.push_back(text); }};
 }
 
 using ShardedAdamW = mezzo::ShardedOptimizer<AdamW>;
-inline constexpr mezzo::GradReducerOptions kSmallShards{.bucket_cap_bytes = 512};
+inline constexpr mezzo::GradReducerOptions kSmallBuckets{.bucket_cap_bytes = 512};
 
-/// Every rank computes the same, so that any number of ranks takes the steps of one alone.
+/// All ranks compute the same gradients, so that the result does not depend on the world size.
 template <class Optimizer>
 void take_steps(torch::nn::Sequential net, Optimizer& optimizer, int first, int last) {
   torch::manual_seed(5);
@@ -128,11 +128,11 @@ inline torch::nn::Sequential net_without_dropout(uint64_t seed) {
   return torch::nn::Sequential(torch::nn::Linear(6, 17), torch::nn::Linear(17, 3));
 }
 
-/// One of some number of ranks, or (with an AdamW) a process that knows of none.
+/// A run on one of several ranks or, with an AdamW, in a single process.
 template <class Optimizer>
-struct Alike {
+struct ReplicatedRun {
   template <class... Args>
-  explicit Alike(uint64_t seed, const Args&... args)
+  explicit ReplicatedRun(uint64_t seed, const Args&... args)
       : net(net_without_dropout(seed)), optimizer(net->parameters(), args...) {
     state.add("model", net).add("optimizer", optimizer).add("position", position);
     state.add_rng_state();
@@ -153,16 +153,16 @@ struct Alike {
   TrainingState state;
 };
 
-using AlikeAlone = Alike<AdamW>;
-struct AlikeShard : Alike<ShardedAdamW> {
-  AlikeShard(uint64_t seed, BackendPtr ranks)
-      : Alike(seed, std::move(ranks), AdamWOptions(1e-2), kSmallShards) {}
+using SingleProcessRun = ReplicatedRun<AdamW>;
+struct ShardedRun : ReplicatedRun<ShardedAdamW> {
+  ShardedRun(uint64_t seed, BackendPtr backend)
+      : ReplicatedRun(seed, std::move(backend), AdamWOptions(1e-2), kSmallBuckets) {}
 };
 
-/// What each rank has of its own, and nothing else.
-struct Own {
-  explicit Own(BackendPtr ranks) : position(10 + ranks->getRank()) {
-    torch::manual_seed(40 + static_cast<uint64_t>(ranks->getRank()));
+/// A state of per-rank objects only.
+struct PerRankState {
+  explicit PerRankState(BackendPtr backend) : position(10 + backend->getRank()) {
+    torch::manual_seed(40 + static_cast<uint64_t>(backend->getRank()));
     state.add("epoch", epoch).add_per_rank("position", position).add_rng_state();
   }
   int64_t epoch = 1;
@@ -170,17 +170,17 @@ struct Own {
   TrainingState state;
 };
 
-/// A state with a collective in it, and some of each rank's own.
-struct Mixed {
-  explicit Mixed(BackendPtr ranks, int64_t elements = 100)
-      : run(3, ranks), own{torch::full({elements}, ranks->getRank(), at::kFloat)} {
+/// A state with a ShardedOptimizer, whose save is collective, and per-rank objects.
+struct MixedState {
+  explicit MixedState(BackendPtr backend, int64_t elements = 100)
+      : run(3, backend), own{torch::full({elements}, backend->getRank(), at::kFloat)} {
     run.state.add_per_rank("own", own).add("throwing_object", throwing_object);
     run.run(0, 2);
   }
   bool is(int64_t value) const { return throwing_object.value == value && run.position == value; }
   void set(int64_t value) { throwing_object.value = run.position = value; }
 
-  AlikeShard run;
+  ShardedRun run;
   std::vector<at::Tensor> own;
   ThrowingObject throwing_object;
 };

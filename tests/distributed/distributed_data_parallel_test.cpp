@@ -30,7 +30,7 @@ using mezzo::DistributedDataParallel;
 using test_support::message_of;
 using testing::HasSubstr;
 
-/// Takes what cannot be copied, and gives it back.
+/// A module with a move-only argument and result.
 struct ManyArgumentsImpl : torch::nn::Module {
   ManyArgumentsImpl() { weight = register_parameter("weight", torch::ones({2})); }
   std::tuple<at::Tensor, std::unique_ptr<int>> forward(const at::Tensor& x,
@@ -55,7 +55,7 @@ void expect_passes_all_arguments(Ddp& ddp) {
   EXPECT_EQ(written, "!!");
 }
 
-TEST(DistributedDataParallel, ForwardTakesAndGivesWhatTheModelsDoes) {
+TEST(DistributedDataParallel, ForwardsArgumentsAndResults) {
   const ManyArguments model;
   DistributedDataParallel ddp(model, make_fake_backend(2));
   expect_passes_all_arguments(ddp);
@@ -71,7 +71,7 @@ TEST(DistributedDataParallel, ForwardTakesAndGivesWhatTheModelsDoes) {
   EXPECT_EQ(of_layers(torch::ones({3, 2})).size(1), 4);
 }
 
-TEST(DistributedDataParallel, SharesTheModelUnderItsOwnNames) {
+TEST(DistributedDataParallel, SharesModelAndStateDictKeys) {
   torch::nn::Linear model(2, 1);
   DistributedDataParallel ddp(model, make_fake_backend(2));
   EXPECT_EQ(ddp->weight.unsafeGetTensorImpl(), model->weight.unsafeGetTensorImpl());
@@ -82,8 +82,8 @@ TEST(DistributedDataParallel, SharesTheModelUnderItsOwnNames) {
   EXPECT_EQ(autocast->named_parameters().keys(), (std::vector<std::string>{"weight", "bias"}));
 }
 
-// In PyTorch's DistributedDataParallel, forward in another thread forgets autocast.
-TEST(DistributedDataParallel, ComputesUnderAutocastInAThreadThatKnowsNothingOfIt) {
+// PyTorch's DistributedDataParallel loses the autocast state in new threads.
+TEST(DistributedDataParallel, AutocastModuleWorksInNewThread) {
   const auto dtype_in_a_thread = [](auto& ddp) {
     at::ScalarType dtype = at::kFloat;
     std::thread([&] { dtype = ddp(torch::ones({3, 2})).scalar_type(); }).join();
@@ -99,7 +99,7 @@ TEST(DistributedDataParallel, ComputesUnderAutocastInAThreadThatKnowsNothingOfIt
   EXPECT_EQ(dtype_in_a_thread(without), at::kFloat) << "a guard reaches its own thread alone";
 }
 
-TEST(DistributedDataParallel, BackwardMayRunInAnotherThread) {
+TEST(DistributedDataParallel, BackwardRunsInOtherThread) {
   torch::nn::Linear model(2, 1);
   DistributedDataParallel ddp(model, make_fake_backend(4));
   std::thread([&] { ddp(torch::ones({3, 2})).sum().backward(); }).join();
@@ -120,7 +120,7 @@ struct TwoLayersImpl : torch::nn::Module {
 };
 TORCH_MODULE(TwoLayers);
 
-TEST(DistributedDataParallel, ReducesBucketsBeforeTheBackwardPassHasMadeTheOthers) {
+TEST(DistributedDataParallel, OverlapsReductionWithBackward) {
   std::vector<std::string> log;
   TwoLayers model;
   DistributedDataParallel ddp(model, make_recording_backend(make_fake_backend(2), log),
@@ -135,7 +135,7 @@ TEST(DistributedDataParallel, ReducesBucketsBeforeTheBackwardPassHasMadeTheOther
       << "norm and second bias; second weight, first bias; first weight, and who had which";
 }
 
-TEST(DistributedDataParallel, DecidesWithoutACollectiveOfItsOwn) {
+TEST(DistributedDataParallel, StepAddsNoCollective) {
   std::vector<std::string> log;
   TwoLayers model;
   DistributedDataParallel ddp(model, make_recording_backend(make_fake_backend(2), log));
@@ -153,7 +153,7 @@ TEST(DistributedDataParallel, DecidesWithoutACollectiveOfItsOwn) {
   EXPECT_TRUE(log.empty());
 }
 
-TEST(DistributedDataParallel, BroadcastsBuffersInTrainingAlone) {
+TEST(DistributedDataParallel, BroadcastsBuffersOnlyInTraining) {
   std::vector<std::string> log;
   TwoLayers model;
   DistributedDataParallel ddp(model, make_recording_backend(make_fake_backend(2), log));
@@ -183,7 +183,7 @@ TEST(DistributedDataParallel, BroadcastsBuffersInTrainingAlone) {
   EXPECT_TRUE(log.empty());
 }
 
-TEST(DistributedDataParallel, NamesAParameterThatWasFrozenAndIsNoMore) {
+TEST(DistributedDataParallel, ThrowsForUnfrozenParameter) {
   TwoLayers model;
   model->first->bias.requires_grad_(false);
   DistributedDataParallel ddp(model, make_fake_backend(2));
@@ -194,12 +194,12 @@ TEST(DistributedDataParallel, NamesAParameterThatWasFrozenAndIsNoMore) {
   EXPECT_THAT(message_of([&] {
                 ddp(torch::randn({8, 64}));
               }),
-              HasSubstr("the parameter first.bias was frozen when this was made"));
+              HasSubstr("the parameter first.bias was frozen at construction"));
   ddp->eval();
   ddp(torch::randn({8, 64}));
 }
 
-TEST(DistributedDataParallel, TakesATiedWeightOnce) {
+TEST(DistributedDataParallel, ReducesTiedWeightOnce) {
   struct Tied : torch::nn::Module {
     Tied() {
       in = register_module("in", torch::nn::Linear(3, 3));
@@ -215,12 +215,12 @@ TEST(DistributedDataParallel, TakesATiedWeightOnce) {
   EXPECT_TRUE(model->in->weight.grad().defined());
 }
 
-TEST(DistributedDataParallel, RefusesWhatItCannotTrain) {
+TEST(DistributedDataParallel, ThrowsForUntrainableModel) {
   EXPECT_THAT(
       message_of([] { DistributedDataParallel(torch::nn::Linear(nullptr), make_fake_backend(2)); }),
       HasSubstr("`model` is empty"));
   EXPECT_THAT(message_of([] { DistributedDataParallel(torch::nn::ReLU(), make_fake_backend(2)); }),
-              HasSubstr("no parameter of the model requires grad"));
+              HasSubstr("doesn't have any parameter that requires a gradient"));
   torch::nn::Linear model(2, 1);
   EXPECT_THAT(message_of([&] {
                 DistributedDataParallel(model, make_fake_backend(2), {.bucket_cap_bytes = 0});
@@ -228,7 +228,7 @@ TEST(DistributedDataParallel, RefusesWhatItCannotTrain) {
               HasSubstr("bucket_cap_bytes is 0"));
 }
 
-TEST(DistributedDataParallel, TrainsTorchScriptAsTheSameModelInCpp) {
+TEST(DistributedDataParallel, TorchScriptMatchesCppModel) {
   const mezzo::ScriptModule script(test_support::script_model());
   const auto model = test_support::twin();
   DistributedDataParallel ddp(script, make_fake_backend(2));

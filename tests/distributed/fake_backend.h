@@ -1,4 +1,4 @@
-// A group of one process that stands for several ranks doing just the same.
+// A backend of one process that simulates several identical ranks.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -16,13 +16,13 @@ struct CompletedWork : c10d::Work {
   bool wait(std::chrono::milliseconds /*timeout*/ = kNoTimeout) override { return true; }
 };
 
-/// Maxima and averages of values that are all alike are those values.
+/// Maxima and averages of identical values are the values.
 class FakeBackend : public c10d::Backend {
  public:
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
   explicit FakeBackend(int size) : Backend(0, size) {}
-  /// As MPI's: it averages by itself.
+  /// "mpi", so that AVG is used.
   const std::string getBackendName() const override { return "mpi"; }
 
   WorkPtr allreduce(std::vector<at::Tensor>& tensors,

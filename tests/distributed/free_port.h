@@ -9,7 +9,7 @@
 
 namespace distributed_test {
 
-/// A port of this machine that was free a moment ago.
+/// Returns a port that was free at the time of the call.
 inline std::uint16_t free_port() {
   const int socket = ::socket(AF_INET, SOCK_STREAM, 0);
   sockaddr_in address{};

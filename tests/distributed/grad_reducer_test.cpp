@@ -1,5 +1,5 @@
-// What the hooks of a GradReducer do during backward passes, in one process that stands for
-// several ranks which all do the same: averages are each rank's own gradients.
+// Hooks of a GradReducer during backward passes, with a fake backend whose ranks are identical, so
+// that averages are the local gradients.
 #include <torch/torch.h>
 //
 #include <mezzo/autocast/activation_checkpoint.h>
@@ -64,16 +64,16 @@ void expect_gradient(const Tensor& parameter, double value) {
 
 struct GradReducerBackward : testing::Test {
   std::vector<std::string> log;
-  c10::intrusive_ptr<c10d::Backend> ranks() {
+  c10::intrusive_ptr<c10d::Backend> backend() {
     return make_recording_backend(make_fake_backend(2), log);
   }
 };
 
-TEST_F(GradReducerBackward, EndWithEveryGradientInItsPlace) {
+TEST_F(GradReducerBackward, GradsAreBucketViews) {
   torch::manual_seed(1);
   torch::nn::Sequential model(torch::nn::Linear(40, 300), torch::nn::ReLU(),
                               torch::nn::Linear(300, 3));
-  GradReducer all_reduce(model->parameters(), ranks());
+  GradReducer all_reduce(model->parameters(), backend());
   for (int step = 0; step < 3; ++step) {
     if (step == 1) model->zero_grad();
     if (step == 2) all_reduce.buckets().zero_grad(/*set_to_none=*/false);
@@ -85,9 +85,9 @@ TEST_F(GradReducerBackward, EndWithEveryGradientInItsPlace) {
   }
 }
 
-TEST_F(GradReducerBackward, AddToWhatNoSyncHasLeft) {
+TEST_F(GradReducerBackward, AccumulatesOntoNoSyncGrads) {
   const Tensor used = ones(), only_before = ones();
-  GradReducer all_reduce({used, only_before}, ranks());
+  GradReducer all_reduce({used, only_before}, backend());
   log.clear();
   {
     const auto no_sync = all_reduce.no_sync();
@@ -100,7 +100,7 @@ TEST_F(GradReducerBackward, AddToWhatNoSyncHasLeft) {
   EXPECT_THAT(log, ElementsAre("average", "max"));
 }
 
-TEST_F(GradReducerBackward, ReduceBucketsInTheirOrderHoweverTheyFill) {
+TEST_F(GradReducerBackward, ReducesBucketsInFixedOrder) {
   const Tensor a = ones(16), b = ones(16), unused = ones(16), frozen = torch::ones({16});
   std::vector<double> sent;
   GradReducer all_reduce({frozen, unused, a, b},
@@ -116,13 +116,13 @@ TEST_F(GradReducerBackward, ReduceBucketsInTheirOrderHoweverTheyFill) {
   EXPECT_FALSE(unused.grad().defined());
 }
 
-TEST_F(GradReducerBackward, CallTheHookThatWasThereAndTakeWhatItLeaves) {
+TEST_F(GradReducerBackward, CallsExistingHookFirst) {
   int calls = 0;
   const Tensor parameter = ones();
   set_hook(parameter, calls, 5);
   const auto* const hook = get_hook(parameter);
   {
-    const GradReducer all_reduce({parameter}, ranks());
+    const GradReducer all_reduce({parameter}, backend());
     parameter.sum().backward();
     EXPECT_EQ(calls, 1);
     expect_gradient(parameter, 5);
@@ -134,7 +134,7 @@ TEST_F(GradReducerBackward, CallTheHookThatWasThereAndTakeWhatItLeaves) {
   EXPECT_TRUE(log.empty());
 }
 
-TEST_F(GradReducerBackward, ReduceNothingUnderSomebodyElsesHookOnceItIsGone) {
+TEST_F(GradReducerBackward, DestroyedReducerIsSkippedUnderOuterHook) {
   int calls = 0;
   struct Wrapping : torch::autograd::PostAccumulateGradHook {
     std::unique_ptr<PostAccumulateGradHook> inner;
@@ -143,7 +143,7 @@ TEST_F(GradReducerBackward, ReduceNothingUnderSomebodyElsesHookOnceItIsGone) {
   const Tensor parameter = ones();
   set_hook(parameter, calls);
   {
-    const GradReducer all_reduce({parameter}, ranks());
+    const GradReducer all_reduce({parameter}, backend());
     auto wrapping = std::make_unique<Wrapping>();
     wrapping->inner = std::move(torch::autograd::impl::post_acc_grad_hooks(parameter));
     torch::autograd::impl::set_post_acc_grad_hooks(parameter, std::move(wrapping));
@@ -157,9 +157,9 @@ TEST_F(GradReducerBackward, ReduceNothingUnderSomebodyElsesHookOnceItIsGone) {
   EXPECT_TRUE(log.empty());
 }
 
-TEST_F(GradReducerBackward, WorkWithCheckpointsThatRunBackwardInsideBackward) {
+TEST_F(GradReducerBackward, SupportsReentrantActivationCheckpoints) {
   torch::nn::Linear model(4, 3);
-  const GradReducer all_reduce(model->parameters(), ranks());
+  const GradReducer all_reduce(model->parameters(), backend());
   for (int step = 0; step < 2; ++step) {
     log.clear();
     model->zero_grad();
@@ -172,12 +172,12 @@ TEST_F(GradReducerBackward, WorkWithCheckpointsThatRunBackwardInsideBackward) {
   }
 }
 
-TEST_F(GradReducerBackward, ReduceOnceALayerThatCheckpointedCallsShare) {
+TEST_F(GradReducerBackward, SharedCheckpointedLayerIsReducedOnce) {
   torch::nn::Linear model(3, 3), like(3, 3);
   for (const char* const name : {"weight", "bias"}) {
     model->named_parameters()[name].set_data(like->named_parameters()[name].detach().clone());
   }
-  const GradReducer all_reduce(model->parameters(), ranks(), {.bucket_cap_bytes = 1});
+  const GradReducer all_reduce(model->parameters(), backend(), {.bucket_cap_bytes = 1});
   log.clear();
   Tensor x = torch::ones({2, 3}).requires_grad_();
   Tensor y = torch::ones({2, 3});
@@ -192,8 +192,8 @@ TEST_F(GradReducerBackward, ReduceOnceALayerThatCheckpointedCallsShare) {
   EXPECT_TRUE(torch::allclose(model->bias.grad(), like->bias.grad()));
 }
 
-/// Its backward runs a backward pass of its own over a parameter, as other libraries' checkpoints
-/// do.
+/// A function whose backward runs a nested backward pass over a parameter, as reentrant
+/// checkpoints.
 struct BackwardInside : torch::autograd::Function<BackwardInside> {
   static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& x,
                         const Tensor& parameter) {
@@ -208,24 +208,24 @@ struct BackwardInside : torch::autograd::Function<BackwardInside> {
   }
 };
 
-TEST_F(GradReducerBackward, CountOnceAParameterThatSeveralPassesInsideReach) {
+TEST_F(GradReducerBackward, CountsParamOnceInNestedBackward) {
   const Tensor shared = ones(), other = ones();
   const auto run = [&] {
     const auto once = BackwardInside::apply(ones(), shared);
     (BackwardInside::apply(once, shared) * other).sum().backward();
   };
   {
-    const GradReducer all_reduce({shared, other, ones()}, ranks());
+    const GradReducer all_reduce({shared, other, ones()}, backend());
     run();
     expect_gradient(shared, 2);
     expect_gradient(other, 1);
   }
-  const GradReducer alone({shared, other}, ranks(), {.bucket_cap_bytes = 1});
-  EXPECT_THAT(message_of(run),
-              AllOf(HasSubstr("came once more"), HasSubstr("mezzo::activation_checkpoint")));
+  const GradReducer alone({shared, other}, backend(), {.bucket_cap_bytes = 1});
+  EXPECT_THAT(message_of(run), AllOf(HasSubstr("Expected to mark a variable ready only once"),
+                                     HasSubstr("mezzo::activation_checkpoint")));
 }
 
-TEST_F(GradReducerBackward, OfOneProcessGoOnAfterOneThatThrew) {
+TEST_F(GradReducerBackward, SingleProcessContinuesAfterThrow) {
   const Tensor early = ones(), late = ones();
   GradReducer all_reduce({late, early}, make_fake_backend(1));
   bool throws = true;
@@ -245,7 +245,7 @@ TEST_F(GradReducerBackward, OfOneProcessGoOnAfterOneThatThrew) {
   expect_gradient(early, 2);
 }
 
-TEST_F(GradReducerBackward, RefuseAHistoryASparseGradientAndAnUnscaledOneOfFloat) {
+TEST_F(GradReducerBackward, ThrowsForUnsupportedGradients) {
   const Tensor parameter = torch::full({3}, 2.0F).requires_grad_();
   {
     GradReducer all_reduce({parameter}, make_fake_backend(2));
@@ -253,7 +253,7 @@ TEST_F(GradReducerBackward, RefuseAHistoryASparseGradientAndAnUnscaledOneOfFloat
                   parameter.pow(3).sum().backward({}, /*retain_graph=*/true,
                                                   /*create_graph=*/true);
                 }),
-                HasSubstr("has a history (create_graph)"));
+                HasSubstr("requires grad (create_graph=true)"));
   }
   torch::nn::Embedding embedding(torch::nn::EmbeddingOptions(5, 2).sparse(true));
   const GradReducer of_sparse(embedding->parameters(), make_fake_backend(2));
@@ -268,7 +268,7 @@ TEST_F(GradReducerBackward, RefuseAHistoryASparseGradientAndAnUnscaledOneOfFloat
               HasSubstr("take the step and zero_grad()"));
 }
 
-TEST_F(GradReducerBackward, SendGradientsOfFloatIn16BitsWhereThatIsAsked) {
+TEST_F(GradReducerBackward, ReducesFloat32GradsInReduceDtype) {
   for (const auto dtype : {torch::kBFloat16, torch::kHalf}) {
     const Tensor wide = ones(), narrow = torch::ones({3}, torch::kBFloat16).requires_grad_();
     std::vector<torch::ScalarType> sent;
@@ -284,28 +284,33 @@ TEST_F(GradReducerBackward, SendGradientsOfFloatIn16BitsWhereThatIsAsked) {
     EXPECT_TRUE(torch::equal(wide.grad(),
                              torch::full({3}, 1.F / 3 / 2).to(dtype).mul(2).to(torch::kFloat)));
     wide.mutable_grad() = Tensor();
-    (wide * 60000).sum().backward();  // times two ranks it is an inf of half
+    (wide * 60000).sum().backward();  // times two ranks overflows float16
     EXPECT_TRUE(wide.grad().allclose(torch::full({3}, 60000.F), 0.01)) << wide.grad();
   }
   EXPECT_THAT(message_of([] {
                 GradReducer({ones()}, make_fake_backend(2), {.reduce_dtype = torch::kFloat});
               }),
-              HasSubstr("`reduce_dtype` must be bfloat16 or half"));
+              HasSubstr("`reduce_dtype` must be bfloat16 or float16"));
 }
 
-TEST_F(GradReducerBackward, AreLocalAsLongAsAGuardLives) {
+TEST_F(GradReducerBackward, NoSyncGuardKeepsGradsLocal) {
   const Tensor parameter = ones();
-  GradReducer all_reduce({parameter}, make_fake_backend(2));
+  std::optional<GradReducer> reducer;
+  reducer.emplace(std::vector<Tensor>{parameter}, make_fake_backend(2));
   std::optional<mezzo::NoSyncGuard> guard;
-  guard = all_reduce.no_sync();
-  EXPECT_TRUE(all_reduce.is_no_sync());
-  mezzo::NoSyncGuard other = *std::move(guard);
-  guard.reset();
-  EXPECT_TRUE(all_reduce.is_no_sync());
-  other = all_reduce.no_sync();
-  EXPECT_TRUE(all_reduce.is_no_sync());
-  { const mezzo::NoSyncGuard last = std::move(other); }
-  EXPECT_FALSE(all_reduce.is_no_sync());
+  guard.emplace(reducer->no_sync());
+  EXPECT_TRUE(reducer->is_no_sync());
+  {
+    const mezzo::NoSyncGuard moved = *std::move(guard);
+    guard.reset();
+    EXPECT_TRUE(reducer->is_no_sync()) << "the moved guard remains";
+    { const mezzo::NoSyncGuard nested = reducer->no_sync(); }
+    EXPECT_TRUE(reducer->is_no_sync());
+  }
+  EXPECT_FALSE(reducer->is_no_sync());
+  guard.emplace(reducer->no_sync());
+  reducer.reset();
+  guard.reset();  // may outlive the reducer
 }
 
 }  // namespace

@@ -29,57 +29,56 @@ using test_support::message_of;
 using testing::AllOf;
 using testing::HasSubstr;
 
-using Group = c10::intrusive_ptr<MpiBackend>;
+using MpiBackendPtr = c10::intrusive_ptr<MpiBackend>;
 
-Group group(const MpiBackendOptions& options = {}) {
+MpiBackendPtr make_mpi_backend(const MpiBackendOptions& options = {}) {
   return c10::make_intrusive<MpiBackend>(MPI_COMM_WORLD, options);
 }
 
-WorkPtr all_reduce(const Group& ranks, const at::Tensor& tensor, RedOp reduction) {
+WorkPtr all_reduce(const MpiBackendPtr& backend, const at::Tensor& tensor, RedOp reduction) {
   std::vector<at::Tensor> tensors = {tensor};
   c10d::AllreduceOptions options;
   options.reduceOp = reduction;
-  return ranks->allreduce(tensors, options);
+  return backend->allreduce(tensors, options);
 }
-WorkPtr broadcast(const Group& ranks, const at::Tensor& tensor, int root) {
+WorkPtr broadcast(const MpiBackendPtr& backend, const at::Tensor& tensor, int root) {
   std::vector<at::Tensor> tensors = {tensor};
   c10d::BroadcastOptions options;
   options.rootRank = root;
-  return ranks->broadcast(tensors, options);
+  return backend->broadcast(tensors, options);
 }
-WorkPtr all_gather(const Group& ranks, at::Tensor output, at::Tensor input) {
-  return ranks->_allgather_base(output, input);
+WorkPtr all_gather(const MpiBackendPtr& backend, at::Tensor output, at::Tensor input) {
+  return backend->_allgather_base(output, input);
 }
 const std::vector<at::ScalarType> kReducible = {at::kFloat,    at::kDouble, at::kHalf,
                                                 at::kBFloat16, at::kByte,   at::kChar,
                                                 at::kShort,    at::kInt,    at::kLong};
 const std::vector<int64_t> kLengths = {0, 1, 3, 64, 1021};
 
-/// What rank `rank` brings along: no two ranks the same, small enough for sums of bytes.
+/// Input of rank `rank`: different on all ranks, and small enough for sums of uint8.
 at::Tensor contribution(int rank, at::IntArrayRef shape, at::ScalarType dtype) {
   const at::Tensor numbers = torch::arange(c10::multiply_integers(shape), at::kLong);
   const at::Tensor values = ((numbers * 7 + rank * 5) % 23).view(shape);
   return at::isFloatingType(dtype) ? (values.to(at::kDouble) / 3).to(dtype) : values.to(dtype);
 }
 
-/// The reduction of all ranks' tensors as it should be: in rank order, low precision in float and
-/// rounded once.
-at::Tensor expected(int ranks, RedOp reduction,
+/// Expected reduction: in rank order, low precision accumulated in float32 and rounded once.
+at::Tensor expected(int world_size, RedOp reduction,
                     const std::function<at::Tensor(int rank)>& tensor_of) {
   const at::ScalarType dtype = tensor_of(0).scalar_type();
   const at::ScalarType wide = dtype == at::kHalf || dtype == at::kBFloat16 ? at::kFloat : dtype;
   at::Tensor reduced = tensor_of(0).to(wide).clone();
-  for (int rank = 1; rank < ranks; ++rank) {
+  for (int rank = 1; rank < world_size; ++rank) {
     const at::Tensor next = tensor_of(rank).to(wide);
     reduced = reduction == c10d::ReduceOp::MAX   ? at::maximum(reduced, next)
               : reduction == c10d::ReduceOp::MIN ? at::minimum(reduced, next)
                                                  : reduced + next;
   }
-  if (reduction == c10d::ReduceOp::AVG) reduced = reduced / ranks;
+  if (reduction == c10d::ReduceOp::AVG) reduced = reduced / world_size;
   return reduced.to(dtype);
 }
 
-/// Bits as integers, so that NaNs and signed zeros count.
+/// Bits as integers, to compare NaNs and signed zeros.
 at::Tensor bits(const at::Tensor& tensor) { return tensor.contiguous().view(at::kByte); }
 
 void expect_same(const at::Tensor& actual, const at::Tensor& wanted) {
@@ -95,12 +94,12 @@ void expect_same(const at::Tensor& actual, const at::Tensor& wanted) {
 
 class MpiBackendTest : public testing::Test {
  protected:
-  const Group world = group();
+  const MpiBackendPtr world = make_mpi_backend();
   const int rank = world->getRank();
   const int size = world->getSize();
 };
 
-TEST_F(MpiBackendTest, ReductionsOfEveryDtypeAreThoseOfAllRanks) {
+TEST_F(MpiBackendTest, ReducesEveryDtype) {
   for (const auto dtype : kReducible) {
     for (const auto length : kLengths) {
       for (const auto reduction :
@@ -116,11 +115,11 @@ TEST_F(MpiBackendTest, ReductionsOfEveryDtypeAreThoseOfAllRanks) {
   EXPECT_THAT(message_of([&] {
                 all_reduce(world, torch::ones({3}, at::kLong), c10d::ReduceOp::AVG)->wait();
               }),
-              HasSubstr("Long cannot be reduced so"));
+              HasSubstr("Long does not support this reduction"));
 }
 
-/// Multiplied by 1 / 3 about a third of them would be off in the last bit.
-TEST_F(MpiBackendTest, AnAverageIsASumThatIsDividedAndRoundedOnce) {
+/// A multiplication by 1 / 3 would round about a third of them differently.
+TEST_F(MpiBackendTest, AverageIsSumDividedAndRoundedOnce) {
   for (const at::ScalarType dtype : {at::kFloat, at::kDouble}) {
     const at::Tensor sum = torch::arange(1, 1001).to(dtype);  // whose sums are exact
     const at::Tensor wanted = sum / size;
@@ -130,14 +129,14 @@ TEST_F(MpiBackendTest, AnAverageIsASumThatIsDividedAndRoundedOnce) {
   }
 }
 
-TEST_F(MpiBackendTest, BoolsAreReducedToWhetherOneIsTrue) {
+TEST_F(MpiBackendTest, ReducesBoolsLogically) {
   const at::Tensor flags = torch::arange(9) % (size + 1) == rank;
   all_reduce(world, flags, c10d::ReduceOp::MAX)->wait();
   EXPECT_TRUE(at::equal(flags, torch::arange(9) % (size + 1) < size));
 }
 
-TEST_F(MpiBackendTest, LowPrecisionIsSummedInFloatAndRoundedOnce) {
-  // In bfloat16, 256 + 1 is 256, however often one is added.
+TEST_F(MpiBackendTest, AccumulatesLowPrecisionInFloat32) {
+  // 256 + 1 is 256 in bfloat16.
   for (const auto dtype : {at::kBFloat16, at::kHalf}) {
     const double large = dtype == at::kBFloat16 ? 256. : 2048.;
     const at::Tensor tensor = torch::full({33}, rank == 0 ? large : 1., dtype);
@@ -146,7 +145,7 @@ TEST_F(MpiBackendTest, LowPrecisionIsSummedInFloatAndRoundedOnce) {
   }
 }
 
-TEST_F(MpiBackendTest, EveryRankEndsWithTheSameBits) {
+TEST_F(MpiBackendTest, ResultsAreBitwiseEqualAcrossRanks) {
   torch::manual_seed(17 + rank);
   for (const auto dtype : {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16}) {
     for (const auto reduction : {c10d::ReduceOp::SUM, c10d::ReduceOp::MAX, c10d::ReduceOp::MIN}) {
@@ -166,7 +165,7 @@ TEST_F(MpiBackendTest, EveryRankEndsWithTheSameBits) {
   }
 }
 
-TEST_F(MpiBackendTest, BroadcastGivesEachRootsValuesInEveryDtype) {
+TEST_F(MpiBackendTest, BroadcastsEveryDtypeFromEveryRoot) {
   for (const auto dtype : {at::kFloat, at::kHalf, at::kLong, at::kBool, at::kComplexDouble}) {
     for (int root = 0; root < size; ++root) {
       const at::Tensor tensor = contribution(rank, {5, 7}, at::kLong).to(dtype);
@@ -176,7 +175,7 @@ TEST_F(MpiBackendTest, BroadcastGivesEachRootsValuesInEveryDtype) {
   }
 }
 
-TEST_F(MpiBackendTest, AllGatherPutsTheInputsInTheOrderOfTheRanks) {
+TEST_F(MpiBackendTest, AllGatherOrdersInputsByRank) {
   for (const auto dtype : {at::kFloat, at::kBFloat16, at::kBool, at::kComplexFloat, at::kLong}) {
     for (const auto length : kLengths) {
       const auto of = [&](int other) { return contribution(other, {length}, at::kLong).to(dtype); };
@@ -187,7 +186,7 @@ TEST_F(MpiBackendTest, AllGatherPutsTheInputsInTheOrderOfTheRanks) {
   }
 }
 
-TEST_F(MpiBackendTest, AllGatherWorksInPlaceAndFromAnotherPartOfItsOutput) {
+TEST_F(MpiBackendTest, AllGatherAcceptsInputAliasingOutput) {
   const at::Tensor output = at::zeros({size, 31});
   output[rank].copy_(contribution(rank, {31}, at::kFloat));
   all_gather(world, output, output[rank])->wait();
@@ -202,21 +201,21 @@ TEST_F(MpiBackendTest, AllGatherWorksInPlaceAndFromAnotherPartOfItsOutput) {
   }
 }
 
-TEST_F(MpiBackendTest, ServesAProcessGroup) {
-  const auto ranks = c10::make_intrusive<c10d::ProcessGroup>(rank, size);
-  ranks->setBackend(at::kCPU, c10d::ProcessGroup::BackendType::MPI,
-                    c10::intrusive_ptr<c10d::Backend>(world));
-  ranks->setDefaultBackend(c10d::ProcessGroup::BackendType::MPI);
+TEST_F(MpiBackendTest, WorksBehindProcessGroup) {
+  const auto process_group = c10::make_intrusive<c10d::ProcessGroup>(rank, size);
+  process_group->setBackend(at::kCPU, c10d::ProcessGroup::BackendType::MPI,
+                            c10::intrusive_ptr<c10d::Backend>(world));
+  process_group->setDefaultBackend(c10d::ProcessGroup::BackendType::MPI);
   std::vector<at::Tensor> tensors = {torch::ones({7})};
-  const auto work = ranks->allreduce(tensors);
+  const auto work = process_group->allreduce(tensors);
   work->getFuture()->wait();
   EXPECT_TRUE(at::equal(work->getFuture()->value().toTensorVector()[0],
                         torch::full({7}, static_cast<float>(size))));
   EXPECT_TRUE(work->wait());
 }
 
-TEST_F(MpiBackendTest, ManyMayBeUnderWayAndBeAskedForInAnyOrder) {
-  // Ranks ask in different orders.
+TEST_F(MpiBackendTest, ManyInFlightWaitedInAnyOrder) {
+  // Ranks wait in different orders.
   const auto of = [&](int other, int64_t number) {
     return contribution(other, {200 + number}, number % 3 == 0 ? at::kFloat : at::kBFloat16);
   };
@@ -237,7 +236,7 @@ TEST_F(MpiBackendTest, ManyMayBeUnderWayAndBeAskedForInAnyOrder) {
   }
 }
 
-TEST_F(MpiBackendTest, ReadyComesTrueByAskingAlone) {
+TEST_F(MpiBackendTest, IsCompletedWithoutWait) {
   const at::Tensor tensor = contribution(rank, {1000}, at::kBFloat16);
   WorkPtr request = all_reduce(world, tensor, c10d::ReduceOp::SUM);
   while (!request->isCompleted()) std::this_thread::yield();
@@ -248,7 +247,7 @@ TEST_F(MpiBackendTest, ReadyComesTrueByAskingAlone) {
   request->wait();
 }
 
-TEST_F(MpiBackendTest, TensorsThatTheCallerDropsStayUntilTheyAreDone) {
+TEST_F(MpiBackendTest, KeepsTensorsAliveUntilCompletion) {
   at::Tensor kept = contribution(rank, {4000}, at::kDouble);
   std::vector<WorkPtr> requests;
   for (int i = 0; i < 8; ++i) {
@@ -262,12 +261,12 @@ TEST_F(MpiBackendTest, TensorsThatTheCallerDropsStayUntilTheyAreDone) {
                              [](int other) { return contribution(other, {4000}, at::kDouble); }));
 }
 
-TEST_F(MpiBackendTest, BarrierHoldsUntilAllHaveCome) {
+TEST_F(MpiBackendTest, BarrierBlocksUntilAllRanksEnter) {
   WorkPtr request;
   if (rank != size - 1 || size == 1) request = world->barrier();
   int arrived = 0;
   if (rank == size - 1 && size > 1) {
-    // The others cannot be ready: this rank has not called.
+    // Incomplete on the other ranks: this rank has not called barrier.
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
     arrived = 1;
     request = world->barrier();
@@ -280,7 +279,7 @@ TEST_F(MpiBackendTest, BarrierHoldsUntilAllHaveCome) {
   EXPECT_EQ(flag.item<int>(), size > 1 ? 1 : 0);
 }
 
-TEST_F(MpiBackendTest, WhatIsWrittenCountsAsAnInPlaceOperation) {
+TEST_F(MpiBackendTest, BumpsVersionOfWrittenTensors) {
   const at::Tensor weight = torch::ones({3}).requires_grad_();
   const at::Tensor factor = torch::ones({3});
   const at::Tensor product = weight * factor;  // keeps `factor` for backward
@@ -294,7 +293,7 @@ TEST_F(MpiBackendTest, WhatIsWrittenCountsAsAnInPlaceOperation) {
   EXPECT_TRUE(weight.is_leaf());
 }
 
-TEST_F(MpiBackendTest, WrongArgumentsAreNamedBeforeAnythingIsSent) {
+TEST_F(MpiBackendTest, ReportsInvalidArgumentsAtTheCall) {
   const at::Tensor three = torch::zeros({3});
   const auto sum_error = [&](const at::Tensor& tensor) {
     return message_of([&] { all_reduce(world, tensor, c10d::ReduceOp::SUM)->wait(); });
@@ -303,8 +302,9 @@ TEST_F(MpiBackendTest, WrongArgumentsAreNamedBeforeAnythingIsSent) {
       message_of([&] { broadcast(world, three, size)->wait(); }),
       AllOf(HasSubstr("broadcast on rank " + std::to_string(rank)), HasSubstr("`rootRank`")));
   EXPECT_THAT(sum_error({}), HasSubstr("but is undefined"));
-  EXPECT_THAT(sum_error(three.to(at::kBool)), HasSubstr("Bool cannot be reduced so"));
-  EXPECT_THAT(sum_error(three.to(at::kComplexFloat)), HasSubstr("ComplexFloat cannot be reduced"));
+  EXPECT_THAT(sum_error(three.to(at::kBool)), HasSubstr("Bool does not support this reduction"));
+  EXPECT_THAT(sum_error(three.to(at::kComplexFloat)),
+              HasSubstr("ComplexFloat does not support this reduction"));
   EXPECT_THAT(sum_error(three[0].expand({4})), HasSubstr("contiguous"));
   EXPECT_THAT(sum_error(three.to_sparse()), HasSubstr("dense"));
   EXPECT_THAT(sum_error(three.to(at::kMeta)), HasSubstr("on the CPU"));
@@ -314,16 +314,16 @@ TEST_F(MpiBackendTest, WrongArgumentsAreNamedBeforeAnythingIsSent) {
   EXPECT_THAT(
       message_of([&] { all_gather(world, at::zeros({3 * size}, at::kHalf), three)->wait(); }),
       HasSubstr("of the dtype of `input`"));
-  world->barrier()->wait();  // and the ranks are still in step
+  world->barrier()->wait();  // the backend remains usable
 }
 
-TEST(MpiBackend, ATimeOutThatIsNotPositiveIsNamed) {
-  EXPECT_THAT(message_of([] { group({.timeout = std::chrono::milliseconds(0)}); }),
+TEST(MpiBackend, ThrowsForNonPositiveTimeout) {
+  EXPECT_THAT(message_of([] { make_mpi_backend({.timeout = std::chrono::milliseconds(0)}); }),
               HasSubstr("`timeout` must be positive, but is 0 ms"));
 }
 
-TEST(MpiBackend, ARankThatSkipsACollectiveEndsTheOthersWithinTheTimeOut) {
-  const Group world = group({.timeout = std::chrono::milliseconds(300)});
+TEST(MpiBackend, SkippedCollectiveThrowsWithinTimeout) {
+  const MpiBackendPtr world = make_mpi_backend({.timeout = std::chrono::milliseconds(300)});
   if (world->getSize() == 1) GTEST_SKIP() << "one rank waits for nobody";
   if (world->getRank() != 0) {
     const auto begin = std::chrono::steady_clock::now();
@@ -335,25 +335,25 @@ TEST(MpiBackend, ARankThatSkipsACollectiveEndsTheOthersWithinTheTimeOut) {
               HasSubstr("not all ranks have called it within 300 ms")));
     EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(20));
     EXPECT_THAT(message_of([&] { world->barrier()->wait(); }),
-                AllOf(HasSubstr("this group failed earlier"), HasSubstr("all_reduce(sum)")));
+                AllOf(HasSubstr("this backend failed earlier"), HasSubstr("all_reduce(sum)")));
   }
   MPI_Barrier(MPI_COMM_WORLD);
 }
 
-TEST(MpiBackend, RanksThatCallDifferentThingsAllLearnWhichAndGoOn) {
-  const Group world = group();
+TEST(MpiBackend, MismatchedCollectivesThrowOnAllRanks) {
+  const MpiBackendPtr world = make_mpi_backend();
   if (world->getSize() == 1) GTEST_SKIP() << "one rank agrees with itself";
   const int last = world->getSize() - 1;
   const std::string self = "on rank " + std::to_string(world->getRank());
   const std::string other = "rank " + std::to_string(last) + " called ";
   const at::Tensor tensor = torch::ones({10});
 
-  const auto expect_error = [&](auto of_the_last, auto of_the_others, const std::string& words) {
+  const auto expect_error = [&](auto of_the_last, auto of_the_others, const std::string& call) {
     EXPECT_THAT(message_of([&] {
                   WorkPtr request = world->getRank() == last ? of_the_last() : of_the_others();
                   request->wait();
                 }),
-                AllOf(HasSubstr(self), HasSubstr(other + words)));
+                AllOf(HasSubstr(self), HasSubstr(other + call)));
   };
   const auto sum = [&] { return all_reduce(world, tensor, c10d::ReduceOp::SUM); };
   expect_error([&] { return broadcast(world, tensor, 0); }, sum,
@@ -374,17 +374,17 @@ TEST(MpiBackend, RanksThatCallDifferentThingsAllLearnWhichAndGoOn) {
   EXPECT_TRUE(at::equal(tensor, torch::full({10}, static_cast<float>(world->getSize()))));
 }
 
-TEST(MpiBackend, WorkThatNobodyWaitsForDoesNoHarm) {
-  const Group world = group();
+TEST(MpiBackend, AcceptsUnwaitedWork) {
+  const MpiBackendPtr world = make_mpi_backend();
   all_reduce(world, torch::ones({5000}, at::kBFloat16), c10d::ReduceOp::SUM);
   const at::Tensor next = torch::ones({2}, at::kBFloat16);
   all_reduce(world, next, c10d::ReduceOp::SUM)->wait();
   EXPECT_EQ(next[0].item<float>(), static_cast<float>(world->getSize()));
 }
 
-// A quarter of a second of waiting, of which a busy core would take all.
-TEST(MpiBackend, ARankThatWaitsLeavesItsCoreToOthers) {
-  const Group world = group();
+// A busy-waiting rank would use a quarter of a second of CPU time.
+TEST(MpiBackend, WaitingRankSleeps) {
+  const MpiBackendPtr world = make_mpi_backend();
   if (world->getSize() == 1) GTEST_SKIP() << "one rank waits for nobody";
   world->barrier()->wait();
   const auto cpu_seconds = [] { return static_cast<double>(std::clock()) / CLOCKS_PER_SEC; };
@@ -394,12 +394,12 @@ TEST(MpiBackend, ARankThatWaitsLeavesItsCoreToOthers) {
   EXPECT_LT(cpu_seconds() - before, 0.1);
 }
 
-TEST(MpiBackend, OneThatGoesWithACollectiveUnderWayEndsIt) {
+TEST(MpiBackend, DestructorCompletesPendingCollectives) {
   WorkPtr request;
   const at::Tensor tensor = torch::ones({3000});
   {
-    const Group soon_gone = group();
-    request = all_reduce(soon_gone, tensor, c10d::ReduceOp::SUM);
+    const MpiBackendPtr short_lived = make_mpi_backend();
+    request = all_reduce(short_lived, tensor, c10d::ReduceOp::SUM);
   }
   request->wait();
   int size = 0;
@@ -407,17 +407,17 @@ TEST(MpiBackend, OneThatGoesWithACollectiveUnderWayEndsIt) {
   EXPECT_TRUE(at::equal(tensor, torch::full({3000}, static_cast<float>(size))));
 }
 
-// The callback of a work's future holds the last reference, and runs in the backend's own thread.
-TEST(MpiBackend, OneThatEndsInItsOwnThreadEndsWhatIsQueued) {
-  Group soon_gone = group();
-  const auto size = static_cast<float>(soon_gone->getSize());
-  MpiBackend& backend = *soon_gone;
-  // Takes so long that nothing is done when the callback is there.
+// The callback of a work's future holds the last reference, and runs in the backend's thread.
+TEST(MpiBackend, DestructorInOwnThreadDrainsQueue) {
+  MpiBackendPtr short_lived = make_mpi_backend();
+  const auto size = static_cast<float>(short_lived->getSize());
+  MpiBackend& backend = *short_lived;
+  // Slow enough that it is incomplete when the callback is added.
   const at::Tensor large = torch::ones({1 << 23}, at::kBFloat16), next = torch::ones({3000});
   std::vector<at::Tensor> tensors = {large}, queued = {next};
   const WorkPtr work = backend.allreduce(tensors), last = backend.allreduce(queued);
   std::thread::id ended_in;
-  work->getFuture()->addCallback([held = std::move(soon_gone), &ended_in](auto&) mutable {
+  work->getFuture()->addCallback([held = std::move(short_lived), &ended_in](auto&) mutable {
     held.reset();
     ended_in = std::this_thread::get_id();
   });
@@ -427,12 +427,12 @@ TEST(MpiBackend, OneThatEndsInItsOwnThreadEndsWhatIsQueued) {
   EXPECT_TRUE(at::equal(next, torch::full({3000}, size)));
 }
 
-TEST(MpiBackend, GroupsDoNotMeetEachOther) {
-  const Group world = group();
+TEST(MpiBackend, BackendsAreIndependent) {
+  const MpiBackendPtr world = make_mpi_backend();
   MPI_Comm half_comm = MPI_COMM_NULL;
   MPI_Comm_split(MPI_COMM_WORLD, world->getRank() % 2, world->getRank(), &half_comm);
   {
-    const Group half = c10::make_intrusive<MpiBackend>(half_comm);
+    const MpiBackendPtr half = c10::make_intrusive<MpiBackend>(half_comm);
     const at::Tensor in_half = torch::ones({100});
     const at::Tensor in_world = torch::ones({100});
     WorkPtr first, second;
@@ -451,10 +451,10 @@ TEST(MpiBackend, GroupsDoNotMeetEachOther) {
   MPI_Comm_free(&half_comm);
 }
 
-TEST(MpiBackendThreads, CollectivesAreCalledFromAnyThread) {
-  const Group world = group();
-  const Group other = group();
-  const auto sum_twenty_times = [](Group communicator, at::Tensor sum) {
+TEST(MpiBackendThreads, AcceptsCallsFromAnyThread) {
+  const MpiBackendPtr world = make_mpi_backend();
+  const MpiBackendPtr other = make_mpi_backend();
+  const auto sum_twenty_times = [](MpiBackendPtr communicator, at::Tensor sum) {
     for (int i = 0; i < 20; ++i) all_reduce(communicator, sum, c10d::ReduceOp::MAX)->wait();
     all_reduce(communicator, sum, c10d::ReduceOp::SUM)->wait();
   };
@@ -466,16 +466,16 @@ TEST(MpiBackendThreads, CollectivesAreCalledFromAnyThread) {
   EXPECT_EQ(b[0].item<int>(), world->getSize());
 }
 
-// Run alone, by a test that wants it to fail (CMakeLists.txt): the others wait for the last rank.
-TEST(MpiTests, DISABLED_TheLastRankFails) {
-  const Group world = group();
+// Run by a CTest test that expects failure: the other ranks wait for the last one.
+TEST(MpiTests, DISABLED_LastRankFails) {
+  const MpiBackendPtr world = make_mpi_backend();
   if (world->getRank() == world->getSize() - 1) {
     FAIL() << "on purpose";
   }
   world->barrier()->wait();
 }
 
-TEST(MpiEnvironment, LeavesMpiToWhomeverInitialisedIt) {
+TEST(MpiEnvironment, DoesNotOwnInitializedMpi) {
   {
     const mezzo::MpiEnvironment inner;
     EXPECT_FALSE(inner.owns_mpi());
@@ -483,7 +483,7 @@ TEST(MpiEnvironment, LeavesMpiToWhomeverInitialisedIt) {
   int finalized = 0;
   MPI_Finalized(&finalized);
   EXPECT_FALSE(finalized);
-  group()->barrier()->wait();
+  make_mpi_backend()->barrier()->wait();
 }
 
 }  // namespace

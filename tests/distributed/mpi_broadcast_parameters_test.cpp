@@ -1,6 +1,7 @@
 #include <torch/torch.h>
 //
 #include <mezzo/distributed/broadcast_parameters.h>
+#include <mezzo/distributed/check_equal_on_all_ranks.h>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -27,49 +28,53 @@ TensorsByName some_tensors() {
           {"empty", torch::empty({0, 7})}};
 }
 
-TEST(BroadcastParameters, EveryRankHasRank0sValuesAfterwards) {
+TEST(BroadcastParameters, CopiesRank0ToAllRanks) {
   const BackendPtr world = make_world_backend();
   torch::manual_seed(world->getRank());
   const TensorsByName tensors = some_tensors();
   mezzo::broadcast_parameters(tensors, world);
   torch::manual_seed(0);
-  const TensorsByName wanted = some_tensors();
+  const TensorsByName expected = some_tensors();
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     if (!tensors[i].second.defined()) continue;
-    EXPECT_TRUE(at::equal(tensors[i].second, wanted[i].second)) << tensors[i].first;
+    EXPECT_TRUE(at::equal(tensors[i].second, expected[i].second)) << tensors[i].first;
   }
   EXPECT_TRUE(tensors[0].second.is_leaf() && tensors[0].second.requires_grad());
 }
 
-TEST(BroadcastParameters, ARankWithAnotherModelIsNamedOnAllRanksAndNothingIsWritten) {
+TEST(BroadcastParameters, DifferentModelThrowsWithoutWriting) {
   const BackendPtr world = make_world_backend();
   if (world->getSize() == 1) GTEST_SKIP() << "one rank agrees with itself";
   const int last = world->getSize() - 1;
-  const auto expect_error = [&](const TensorsByName& of_the_last, const std::string& its_words,
-                                const std::string& the_roots_words) {
+  const auto expect_error = [&](const TensorsByName& of_the_last, const std::string& line,
+                                const std::string& root_line) {
     TensorsByName tensors = {{"a", torch::full({2, 3}, 7.F)}, {"b", torch::zeros({4})}};
     if (world->getRank() == last) tensors = of_the_last;
     EXPECT_THAT(message_of([&] { mezzo::broadcast_parameters(tensors, world); }),
                 AllOf(HasSubstr("broadcast_parameters: "),
-                      HasSubstr("rank " + std::to_string(last) + " has \"" + its_words +
-                                "\" where rank 0 has \"" + the_roots_words + "\"")));
+                      HasSubstr("rank " + std::to_string(last) + " has \"" + line +
+                                "\" where rank 0 has \"" + root_line + "\"")));
     if (!tensors.empty()) {
       EXPECT_EQ(tensors[0].second.flatten()[0].item<float>(), world->getRank() == last ? 1.F : 7.F);
     }
   };
   const at::Tensor one = torch::ones({2, 3});
   const at::Tensor b = torch::zeros({4});
-  const std::string root_a = "a: Float [2, 3], not trained";
-  expect_error({{"a", torch::ones({3, 2})}, {"b", b}}, "a: Float [3, 2], not trained", root_a);
-  expect_error({{"a", one.to(at::kHalf)}, {"b", b}}, "a: Half [2, 3], not trained", root_a);
-  expect_error({{"c", one}, {"b", b}}, "c: Float [2, 3], not trained", root_a);
-  expect_error({{"a", one.clone().requires_grad_()}, {"b", b}}, "a: Float [2, 3], trained", root_a);
-  expect_error({{"a", one}}, "nothing more", "b: Float [4], not trained");
-  expect_error({{"a", one}, {"b", b}, {"c", b}}, "c: Float [4], not trained", "nothing more");
+  const std::string root_a = "a: Float [2, 3], does not require grad";
+  expect_error({{"a", torch::ones({3, 2})}, {"b", b}}, "a: Float [3, 2], does not require grad",
+               root_a);
+  expect_error({{"a", one.to(at::kHalf)}, {"b", b}}, "a: Half [2, 3], does not require grad",
+               root_a);
+  expect_error({{"c", one}, {"b", b}}, "c: Float [2, 3], does not require grad", root_a);
+  expect_error({{"a", one.clone().requires_grad_()}, {"b", b}}, "a: Float [2, 3], requires grad",
+               root_a);
+  expect_error({{"a", one}}, "nothing more", "b: Float [4], does not require grad");
+  expect_error({{"a", one}, {"b", b}, {"c", b}}, "c: Float [4], does not require grad",
+               "nothing more");
   expect_error({}, "nothing more", root_a);
 }
 
-TEST(BroadcastParameters, UnequalNumbersOfBatchesAreNamedOnAllRanks) {
+TEST(CheckEqualOnAllRanks, ReportsUnequalValue) {
   const BackendPtr world = make_world_backend();
   mezzo::check_equal_on_all_ranks(world, "batches", 10);
   if (world->getSize() == 1) return;

@@ -1,4 +1,4 @@
-// Loading a checkpoint on several ranks: the same file on all of them, or nothing changes on any.
+// DistributedCheckpointManager::load_latest: the same checkpoint on all ranks, or no changes.
 
 #include <mezzo/checkpoint/checkpoint.h>
 #include <mezzo/distributed/checkpoint_manager.h>
@@ -28,10 +28,10 @@ using testing::AllOf;
 using testing::HasSubstr;
 using testing::SizeIs;
 
-TEST(DistributedCheckpointManager, WhereOneRankRefusesToLoadAllThrowItsWords) {
+TEST(DistributedCheckpointManager, FailedLoadThrowsOnAllRanks) {
   const SharedDirectory directory;
   const BackendPtr world = make_world_backend();
-  Mixed mixed(world);
+  MixedState mixed(world);
   mixed.set(2);
   DistributedCheckpointManager checkpoints(directory.path(), world);
   checkpoints.save(mixed.run.state, 2);
@@ -43,12 +43,12 @@ TEST(DistributedCheckpointManager, WhereOneRankRefusesToLoadAllThrowItsWords) {
   }
 }
 
-TEST(DistributedCheckpointManager, OfADamagedNewestFileAllFallBackToTheSameOlderOne) {
+TEST(DistributedCheckpointManager, AllRanksFallBackToSameCheckpoint) {
   const SharedDirectory directory;
   const BackendPtr world = make_world_backend();
-  Mixed mixed(world);
+  MixedState mixed(world);
   std::vector<std::string> warnings;
-  DistributedCheckpointManager checkpoints(directory.path(), world, warning_into(warnings));
+  DistributedCheckpointManager checkpoints(directory.path(), world, record_warnings(warnings));
   mixed.set(1);
   checkpoints.save(mixed.run.state, 1);
   mixed.set(2);
@@ -62,16 +62,16 @@ TEST(DistributedCheckpointManager, OfADamagedNewestFileAllFallBackToTheSameOlder
   EXPECT_EQ(checkpoints.load_latest(mixed.run.state)->step, 1);
   EXPECT_TRUE(mixed.is(1));
   EXPECT_THAT(warnings, SizeIs(world->getRank() == 0 ? 1 : 0));
-  // A corrupt file is none of those that stay.
+  // Corrupt checkpoints do not count as kept.
   checkpoints.save(mixed.run.state, 3);
   barrier(world);
   EXPECT_THAT(checkpoints.checkpoints(), SizeIs(3));
 }
 
-TEST(DistributedCheckpointManager, WarningHandlerThatThrowsOnRank0ThrowsOnAllRanks) {
+TEST(DistributedCheckpointManager, ThrowingWarningHandlerThrowsOnAllRanks) {
   const SharedDirectory directory;
   const BackendPtr world = make_world_backend();
-  Mixed mixed(world);
+  MixedState mixed(world);
   mezzo::CheckpointManagerOptions options;
   options.on_warning = [](const std::string& text) { throw std::runtime_error("heard " + text); };
   DistributedCheckpointManager checkpoints(directory.path(), world, options);
@@ -82,32 +82,32 @@ TEST(DistributedCheckpointManager, WarningHandlerThatThrowsOnRank0ThrowsOnAllRan
               AllOf(HasSubstr("rank 0 of"), HasSubstr("heard ")));
 }
 
-TEST(DistributedCheckpointManager, WhereNoFileIsWholeNoneStartsAfresh) {
+TEST(DistributedCheckpointManager, LoadLatestThrowsIfAllCorrupt) {
   const SharedDirectory directory;
   const BackendPtr world = make_world_backend();
-  Mixed mixed(world);
+  MixedState mixed(world);
   std::vector<std::string> warnings;
-  DistributedCheckpointManager checkpoints(directory.path(), world, warning_into(warnings));
+  DistributedCheckpointManager checkpoints(directory.path(), world, record_warnings(warnings));
   const auto saved = checkpoints.save(mixed.run.state, 1);
   if (world->getRank() == 0) test_support::write_file(saved.path, "nothing");
   barrier(world);
   EXPECT_THAT(common_message_of(world, [&] { checkpoints.load_latest(mixed.run.state); }),
-              HasSubstr("has no checkpoint that is whole"));
+              HasSubstr("has no intact checkpoint"));
 }
 
-TEST(DistributedCheckpointManager, AnEmptyFolderIsNoCheckpointOnAllRanks) {
+TEST(DistributedCheckpointManager, LoadLatestReturnsNoneForEmptyDirectory) {
   const SharedDirectory directory;
-  Own own(make_world_backend());
+  PerRankState own(make_world_backend());
   EXPECT_FALSE(
       DistributedCheckpointManager(directory.path(), make_world_backend()).load_latest(own.state));
 }
 
-TEST(DistributedCheckpointManager, ARankWithAnotherFolderIsNamed) {
+TEST(DistributedCheckpointManager, ReportsRankWithOtherDirectory) {
   const BackendPtr world = make_world_backend();
   const int last = world->getSize() - 1;
   if (last == 0) return;
   const SharedDirectory directory;
-  Own own(world);
+  PerRankState own(world);
   DistributedCheckpointManager checkpoints(
       directory.path() / (world->getRank() == last ? "elsewhere" : ""), world);
   checkpoints.save(own.state, 1);

@@ -1,4 +1,4 @@
-// What all ranks of a run saved comes back on as many ranks, and on others.
+// DistributedCheckpointManager: resuming with the same and with another world size.
 
 #include <mezzo/checkpoint/checkpoint.h>
 #include <mezzo/distributed/checkpoint_manager.h>
@@ -45,7 +45,7 @@ torch::nn::Sequential make_net(bool has_buffers) {
   return net;
 }
 
-/// Averaged gradients, and running statistics.
+/// DistributedDataParallel with running statistics.
 struct Averaging {
   explicit Averaging(BackendPtr world)
       : net(make_net(true)),
@@ -61,18 +61,18 @@ struct Averaging {
 struct Sharding {
   explicit Sharding(BackendPtr world)
       : net(make_net(false)),
-        optimizer(net->parameters(), std::move(world), AdamWOptions(1e-2), kSmallShards) {}
+        optimizer(net->parameters(), std::move(world), AdamWOptions(1e-2), kSmallBuckets) {}
   at::Tensor forward(const at::Tensor& x) { return net->forward(x); }
 
   torch::nn::Sequential net;
   ShardedAdamW optimizer;
 };
 
-/// All that a run has, with an inf now and then.
+/// A run with all kinds of state, and occasional infs.
 template <class Way>
-class EachRanksTraining {
+class RankTraining {
  public:
-  EachRanksTraining(BackendPtr world, uint64_t seed)
+  RankTraining(BackendPtr world, uint64_t seed)
       : rank_(world->getRank()), way((torch::manual_seed(seed), world)) {
     torch::manual_seed(seed + 100 * static_cast<uint64_t>(rank_ + 1));
     own_random.set_current_seed(seed + static_cast<uint64_t>(rank_));
@@ -119,10 +119,10 @@ class EachRanksTraining {
 };
 
 template <class Way>
-void expect_the_same_bits_after_resuming() {
+void expect_bitwise_resume() {
   const SharedDirectory directory;
   const BackendPtr world = make_world_backend();
-  EachRanksTraining<Way> whole(world, 1);
+  RankTraining<Way> whole(world, 1);
   whole.scaler.on_skip(nullptr);
   for (int i = 0; i < 7; ++i) whole.step();
   DistributedCheckpointManager(directory.path(), world).save(whole.state, whole.position);
@@ -130,11 +130,12 @@ void expect_the_same_bits_after_resuming() {
   const auto expected = whole.outcome();
 
   std::vector<std::string> warnings;
-  EachRanksTraining<Way> resumed(world, 2);
+  RankTraining<Way> resumed(world, 2);
   resumed.scaler.on_skip(nullptr);
-  resumed.step();  // has state of its own, which must leave no trace
-  const auto loaded = DistributedCheckpointManager(directory.path(), world, warning_into(warnings))
-                          .load_latest(resumed.state);
+  resumed.step();  // its state must be replaced completely
+  const auto loaded =
+      DistributedCheckpointManager(directory.path(), world, record_warnings(warnings))
+          .load_latest(resumed.state);
   ASSERT_TRUE(loaded);
   EXPECT_EQ(loaded->step, 7);
   EXPECT_THAT(warnings, IsEmpty());
@@ -146,16 +147,16 @@ void expect_the_same_bits_after_resuming() {
   }
 }
 
-TEST(DistributedCheckpointManager, TheSameNumberOfRanksResumesToTheBit) {
-  expect_the_same_bits_after_resuming<Averaging>();
+TEST(DistributedCheckpointManager, SameWorldSizeResumesBitwise) {
+  expect_bitwise_resume<Averaging>();
 }
 
-TEST(DistributedCheckpointManager, TheSameNumberOfRanksResumesToTheBitWithAShardedOptimizer) {
-  expect_the_same_bits_after_resuming<Sharding>();
+TEST(DistributedCheckpointManager, ShardedOptimizerResumesBitwise) {
+  expect_bitwise_resume<Sharding>();
 }
 
-TEST(DistributedCheckpointManager, AnyNumberOfRanksAndAProcessAloneGoOnFromEachOthersFiles) {
-  AlikeAlone whole(1, AdamWOptions(1e-2));
+TEST(DistributedCheckpointManager, ResumesAcrossWorldSizes) {
+  SingleProcessRun whole(1, AdamWOptions(1e-2));
   whole.run(0, 5);
   for (int savers : available_world_sizes()) {
     for (const bool is_plain : {false, true}) {
@@ -164,13 +165,13 @@ TEST(DistributedCheckpointManager, AnyNumberOfRanksAndAProcessAloneGoOnFromEachO
       {
         const RankSubset group(savers);
         if (group.contains_this_rank() && is_plain) {
-          AlikeAlone run(1, AdamWOptions(1e-2));
+          SingleProcessRun run(1, AdamWOptions(1e-2));
           run.run(0, 3);
           CheckpointManager(directory.path()).save(run.state, 3);
         } else if (group.contains_this_rank()) {
-          AlikeShard run(1, group.ranks());
+          ShardedRun run(1, group.backend());
           run.run(0, 3);
-          DistributedCheckpointManager(directory.path(), group.ranks()).save(run.state, 3);
+          DistributedCheckpointManager(directory.path(), group.backend()).save(run.state, 3);
         }
       }
       const std::string from = "from " + std::to_string(savers) + (is_plain ? " alone" : "");
@@ -178,28 +179,28 @@ TEST(DistributedCheckpointManager, AnyNumberOfRanksAndAProcessAloneGoOnFromEachO
         const RankSubset group(loaders);
         if (!group.contains_this_rank()) continue;
         std::vector<std::string> warnings;
-        const BackendPtr ranks =
-            group.ranks();  // Gloo's, made for a moment, would fail others' connects
-        AlikeShard run(7, ranks);
+        const BackendPtr backend =
+            group.backend();  // kept alive: other ranks may still connect over Gloo
+        ShardedRun run(7, backend);
         run.run(0, 1);
         const auto loaded =
-            DistributedCheckpointManager(directory.path(), ranks, warning_into(warnings))
+            DistributedCheckpointManager(directory.path(), backend, record_warnings(warnings))
                 .load_latest(run.state);
         ASSERT_TRUE(loaded && loaded->step == 3);
         EXPECT_EQ(run.position, 3);
         run.run(3, 5);
         run.expect_weights_of(whole.net, from + " to " + std::to_string(loaders));
-        const bool is_told = ranks->getRank() == 0 && loaders != savers;
-        EXPECT_THAT(warnings, SizeIs(is_told ? 1 : 0));
+        const bool expects_warning = backend->getRank() == 0 && loaders != savers;
+        EXPECT_THAT(warnings, SizeIs(expects_warning ? 1 : 0));
       }
       std::vector<std::string> warnings;
-      AlikeAlone alone(7, AdamWOptions(1e-2));
+      SingleProcessRun alone(7, AdamWOptions(1e-2));
       ASSERT_TRUE(
-          CheckpointManager(directory.path(), warning_into(warnings)).load_latest(alone.state));
+          CheckpointManager(directory.path(), record_warnings(warnings)).load_latest(alone.state));
       alone.run(3, 5);
       alone.expect_weights_of(whole.net, from + " to CheckpointManager");
       if (savers > 1) {
-        EXPECT_THAT(warnings, ElementsAre(HasSubstr("\"rng_state\" is rank 0's")));
+        EXPECT_THAT(warnings, ElementsAre(HasSubstr("\"rng_state\" is loaded from rank 0")));
       } else {
         EXPECT_THAT(warnings, IsEmpty());
       }
@@ -207,35 +208,35 @@ TEST(DistributedCheckpointManager, AnyNumberOfRanksAndAProcessAloneGoOnFromEachO
   }
 }
 
-TEST(DistributedCheckpointManager, OnAnotherNumberOfRanksWhatIsOfEachRankIsLeftAndNamed) {
+TEST(DistributedCheckpointManager, OtherWorldSizeKeepsPerRankObjects) {
   if (world_size() < 2) return;
   const SharedDirectory directory;
-  Own saved(make_world_backend());
+  PerRankState saved(make_world_backend());
   DistributedCheckpointManager(directory.path(), make_world_backend()).save(saved.state, 6);
   for (const int loaders : available_world_sizes()) {
     const RankSubset group(loaders);
     if (!group.contains_this_rank() || loaders == world_size()) continue;
-    const BackendPtr ranks = group.ranks();
+    const BackendPtr backend = group.backend();
     std::vector<std::string> warnings;
-    Own run(ranks);
+    PerRankState run(backend);
     run.position = 77;
     run.epoch = 5;
     const torch::Tensor random = at::detail::getDefaultCPUGenerator().get_state();
-    DistributedCheckpointManager(directory.path(), ranks, warning_into(warnings))
+    DistributedCheckpointManager(directory.path(), backend, record_warnings(warnings))
         .load_latest(run.state);
     EXPECT_EQ(run.epoch, 1);
     EXPECT_EQ(run.position, 77);
     EXPECT_TRUE(torch::equal(at::detail::getDefaultCPUGenerator().get_state(), random));
-    if (ranks->getRank() != 0) {
+    if (backend->getRank() != 0) {
       EXPECT_THAT(warnings, IsEmpty());
       continue;
     }
-    const std::string numbers = "has what " + std::to_string(world_size()) +
-                                " ranks had, and here are " + std::to_string(loaders);
+    const std::string numbers = "saved by " + std::to_string(world_size()) +
+                                " ranks, and the world size is " + std::to_string(loaders);
     EXPECT_THAT(warnings,
                 UnorderedElementsAre(
-                    AllOf(HasSubstr("\"position\" is left as it is"), HasSubstr(numbers)),
-                    AllOf(HasSubstr("\"rng_state\" is left as it is"), HasSubstr(numbers))));
+                    AllOf(HasSubstr("\"position\" is left unchanged"), HasSubstr(numbers)),
+                    AllOf(HasSubstr("\"rng_state\" is left unchanged"), HasSubstr(numbers))));
   }
 }
 

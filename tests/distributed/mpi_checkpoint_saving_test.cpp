@@ -1,8 +1,9 @@
-// Saving a checkpoint of several ranks: all of them succeed, or all throw the same words.
+// DistributedCheckpointManager::save: succeeds on all ranks, or throws the same message on all.
 
 #include <mezzo/checkpoint/checkpoint.h>
 #include <mezzo/distributed/checkpoint_manager.h>
 #include <mezzo/optim/ema.h>
+#include <mezzo/optim/ema_guard.h>
 
 #include <torch/torch.h>
 
@@ -38,19 +39,19 @@ using testing::HasSubstr;
 using testing::IsEmpty;
 using testing::SizeIs;
 
-TEST(DistributedCheckpointManager, TheFileIsThereWhenSaveReturnsOnAnyRank) {
+TEST(DistributedCheckpointManager, FileExistsWhenSaveReturns) {
   const SharedDirectory directory;
   const BackendPtr world = make_world_backend();
-  Mixed mixed(world);
+  MixedState mixed(world);
   const auto saved = DistributedCheckpointManager(directory.path(), world).save(mixed.run.state, 1);
   EXPECT_TRUE(std::filesystem::exists(saved.path));
   EXPECT_EQ(std::filesystem::file_size(saved.path), saved.size_bytes);
 }
 
-TEST(DistributedCheckpointManager, AFolderThatRank0CannotWriteIsToldToAllAndTheNextSaveGoesWell) {
+TEST(DistributedCheckpointManager, UnwritableDirectoryThrowsOnAllRanks) {
   const SharedDirectory directory;
   const BackendPtr world = make_world_backend();
-  Mixed mixed(world);
+  MixedState mixed(world);
   const auto place = directory.path() / "here";
   if (world->getRank() == 0)
     test_support::write_file(place, "a file where the directory should be");
@@ -65,7 +66,7 @@ TEST(DistributedCheckpointManager, AFolderThatRank0CannotWriteIsToldToAllAndTheN
   barrier(world);
 }
 
-/// `name` fails on rank 0 for a checkpoint's file.
+/// System calls of which `name` fails for a checkpoint on rank 0.
 test_support::Syscalls failing_on_rank_0(const std::string& name) {
   test_support::Syscalls calls = test_support::libc_syscalls();
   int rank = 0;
@@ -97,10 +98,10 @@ test_support::Syscalls failing_on_rank_0(const std::string& name) {
   return calls;
 }
 
-TEST(DistributedCheckpointManager, WhatTheDiskOfRank0RefusesIsToldToAllAndTheLastFileStaysWhole) {
+TEST(DistributedCheckpointManager, Rank0DiskErrorThrowsOnAllRanks) {
   const SharedDirectory directory;
   const BackendPtr world = make_world_backend();
-  Mixed mixed(world);
+  MixedState mixed(world);
   DistributedCheckpointManager checkpoints(directory.path(), world);
   mixed.set(1);
   checkpoints.save(mixed.run.state, 1);
@@ -113,7 +114,7 @@ TEST(DistributedCheckpointManager, WhatTheDiskOfRank0RefusesIsToldToAllAndTheLas
           AllOf(HasSubstr("rank 0 of"), HasSubstr(std::strerror(name == "write" ? ENOSPC : EIO))))
           << name;
     }
-    EXPECT_THAT(directory.temporaries(), IsEmpty()) << name;
+    EXPECT_THAT(directory.list_temporaries(), IsEmpty()) << name;
     EXPECT_THAT(checkpoints.checkpoints(), SizeIs(1)) << name;
     EXPECT_EQ(checkpoints.load_latest(mixed.run.state)->step, 1) << name;
     EXPECT_TRUE(mixed.is(1)) << name;
@@ -124,18 +125,18 @@ TEST(DistributedCheckpointManager, WhatTheDiskOfRank0RefusesIsToldToAllAndTheLas
   barrier(world);
 }
 
-TEST(DistributedCheckpointManager, WhereOneRankCannotSaveNoneDoesAndTheNextSaveGoesWell) {
+TEST(DistributedCheckpointManager, FailedSaveThrowsOnAllRanks) {
   const SharedDirectory directory;
   const BackendPtr world = make_world_backend();
   const int last = world->getSize() - 1;
   for (int victim = 0; victim <= last; ++victim) {
     TrainingState state;
     ThrowingObject throwing_object;
-    AlikeShard run(3, world);
+    ShardedRun run(3, world);
     run.run(0, 2);
-    // Before the one that refuses, and behind it, is one for which all ranks must come.
+    // Objects that call collectives precede and follow the throwing one.
     state.add("before", run.optimizer).add("throwing_object", throwing_object);
-    AlikeShard other(4, world);
+    ShardedRun other(4, world);
     state.add("behind", other.optimizer);
     DistributedCheckpointManager checkpoints(directory.path(), world);
     const std::size_t files = checkpoints.checkpoints().size();
@@ -153,11 +154,11 @@ TEST(DistributedCheckpointManager, WhereOneRankCannotSaveNoneDoesAndTheNextSaveG
   }
 }
 
-/// Which is found before a ShardedOptimizer waits for the rank that has them.
-TEST(DistributedCheckpointManager, AveragesInTheWeightsOfOneRankAreToldToAll) {
+// Detected before a ShardedOptimizer waits for this rank.
+TEST(DistributedCheckpointManager, EmaGuardOnOneRankThrowsOnAll) {
   const SharedDirectory directory;
   const BackendPtr world = make_world_backend();
-  Mixed mixed(world);
+  MixedState mixed(world);
   mezzo::Ema ema(mixed.run.net->parameters());
   DistributedCheckpointManager checkpoints(directory.path(), world);
   checkpoints.save(mixed.run.state, 1);
@@ -173,14 +174,14 @@ TEST(DistributedCheckpointManager, AveragesInTheWeightsOfOneRankAreToldToAll) {
   checkpoints.save(mixed.run.state, 2);
 }
 
-TEST(DistributedCheckpointManager, RanksThatDifferAreNamedWithWhatTheyHave) {
+TEST(DistributedCheckpointManager, ReportsDifferencesBetweenRanks) {
   const BackendPtr world = make_world_backend();
   if (world->getSize() == 1) return;
   const SharedDirectory directory;
   DistributedCheckpointManager checkpoints(directory.path(), world);
   const bool is_last = world->getRank() == world->getSize() - 1;
   const std::string who = "rank " + std::to_string(world->getSize() - 1) + " has ";
-  Own own(world);
+  PerRankState own(world);
   EXPECT_THAT(common_message_of(world, [&] { checkpoints.save(own.state, is_last ? 4 : 3); }),
               HasSubstr(who + "\"step 4\" where rank 0 has \"step 3\""));
   torch::manual_seed(1);
@@ -201,12 +202,12 @@ TEST(DistributedCheckpointManager, RanksThatDifferAreNamedWithWhatTheyHave) {
                         ": CheckpointManager::save: step is -1"));
 }
 
-TEST(DistributedCheckpointManager, ARankWithOtherBitsOfAWeightIsNamedOnAllAndNothingIsSaved) {
+TEST(DistributedCheckpointManager, SaveThrowsForDivergedWeights) {
   const BackendPtr world = make_world_backend();
   if (world->getSize() == 1) return;
   const SharedDirectory directory;
   DistributedCheckpointManager checkpoints(directory.path(), world);
-  AlikeShard run(3, world);
+  ShardedRun run(3, world);
   const bool is_last = world->getRank() == world->getSize() - 1;
   {
     const torch::NoGradGuard no_grad;
@@ -214,7 +215,7 @@ TEST(DistributedCheckpointManager, ARankWithOtherBitsOfAWeightIsNamedOnAllAndNot
   }
   EXPECT_THAT(common_message_of(world, [&] { checkpoints.save(run.state, 1); }),
               HasSubstr("rank " + std::to_string(world->getSize() - 1) +
-                        " has \"model.0.bias: Float [17], bits with the CRC-32C"));
+                        " has \"model.0.bias: Float [17], CRC-32C"));
   EXPECT_THAT(checkpoints.checkpoints(), IsEmpty());
 }
 

@@ -25,7 +25,7 @@
 namespace {
 
 using distributed_test::BackendPtr;
-using distributed_test::expect_same_bits_on_all_ranks;
+using distributed_test::expect_equal_on_all_ranks;
 using distributed_test::make_world_backend;
 using mezzo::DistributedDataParallel;
 using single_process_reference::make_optimizer_factory;
@@ -33,7 +33,7 @@ using single_process_reference::MakeOptimizer;
 using test_support::message_of;
 using testing::HasSubstr;
 
-/// With running statistics, a frozen parameter and one that nobody uses.
+/// A model with running statistics, a frozen and an unused parameter.
 struct ReplicatedImpl : torch::nn::Module {
   explicit ReplicatedImpl(int64_t seed = 3) {
     torch::manual_seed(static_cast<uint64_t>(seed));
@@ -60,15 +60,15 @@ at::Tensor own_part(const BackendPtr& world, int64_t step) {
   return whole_batch(step).chunk(world->getSize())[static_cast<std::size_t>(world->getRank())];
 }
 
-/// Two micro-batches a step, the first of which stays here.
-void expect_that_of_one_process(const MakeOptimizer& optimizer, const BackendPtr& group) {
-  const single_process_reference::Course course{.optimizer = optimizer, .micro_batches = 2};
+/// Two micro-batches per step, the first under no_sync.
+void expect_single_process_result(const MakeOptimizer& optimizer, const BackendPtr& backend) {
+  const single_process_reference::TrainingConfig config{.optimizer = optimizer, .micro_batches = 2};
   single_process_reference::expect_close(
-      single_process_reference::train_together(course, group),
-      single_process_reference::train_alone(course, group->getSize()), 2e-5);
+      single_process_reference::train_on_ranks(config, backend),
+      single_process_reference::train_single_process(config, backend->getSize()), 2e-5);
 }
 
-TEST(MpiDistributedDataParallel, RanksWithPartsOfABatchFollowOneWithAllOfItWithEveryOptimizer) {
+TEST(MpiDistributedDataParallel, MatchesSingleProcessWithEveryOptimizer) {
   const BackendPtr world = make_world_backend();
   const std::vector<MakeOptimizer> optimizers = {
       make_optimizer_factory<mezzo::optim::AdamW>(mezzo::optim::AdamWOptions(1e-2).eps(1e-3)),
@@ -77,15 +77,15 @@ TEST(MpiDistributedDataParallel, RanksWithPartsOfABatchFollowOneWithAllOfItWithE
       make_optimizer_factory<mezzo::optim::Lion>(mezzo::optim::LionOptions(1e-3)),
       make_optimizer_factory<mezzo::optim::LAMB>(mezzo::optim::LAMBOptions(1e-2).eps(1e-3)),
   };
-  for (const MakeOptimizer& optimizer : optimizers) expect_that_of_one_process(optimizer, world);
+  for (const MakeOptimizer& optimizer : optimizers) expect_single_process_result(optimizer, world);
 }
 
 at::Tensor waves(int64_t count, double factor) {
   return torch::sin(torch::arange(count, at::kDouble) * factor).to(at::kFloat);
 }
 
-// recorded/data_parallel.py has trained the same under Python's class, on 1, 2 and 4 processes.
-TEST(MpiDistributedDataParallel, EndsWithTheWeightsOfPythonsDistributedDataParallel) {
+// data/data_parallel.py trained the same model in Python, with 1, 2 and 4 processes.
+TEST(MpiDistributedDataParallel, MatchesPythonDdp) {
   const BackendPtr world = make_world_backend();
   std::ifstream file(MEZZO_DISTRIBUTED_TEST_DATA "/data_parallel.pt", std::ios::binary);
   const std::vector<char> bytes(std::istreambuf_iterator<char>(file), {});
@@ -116,38 +116,38 @@ TEST(MpiDistributedDataParallel, EndsWithTheWeightsOfPythonsDistributedDataParal
   EXPECT_LE(apart.item<double>(), 1e-6);
 }
 
-// Each half of the ranks trains a model of its own on the same batches: as many ranks fewer would.
-TEST(MpiDistributedDataParallel, HalvesOfTheRanksTrainModelsOfTheirOwn) {
+// Each half of the ranks trains a separate model on the same batches.
+TEST(MpiDistributedDataParallel, SubgroupsTrainIndependentModels) {
   const BackendPtr world = make_world_backend();
   if (world->getSize() < 4) GTEST_SKIP() << "for two halves of two ranks";
   const int half = world->getRank() * 2 / world->getSize();
   MPI_Comm communicator = MPI_COMM_NULL;
   MPI_Comm_split(MPI_COMM_WORLD, half, world->getRank(), &communicator);
   {
-    const BackendPtr group = distributed_test::make_backend(communicator);
-    ASSERT_EQ(group->getSize(), world->getSize() / 2);
+    const BackendPtr backend = distributed_test::make_backend(communicator);
+    ASSERT_EQ(backend->getSize(), world->getSize() / 2);
     const double rate = half == 0 ? 1e-2 : 3e-2;
-    expect_that_of_one_process(
+    expect_single_process_result(
         make_optimizer_factory<mezzo::optim::AdamW>(mezzo::optim::AdamWOptions(rate).eps(1e-3)),
-        group);
+        backend);
   }
   MPI_Comm_free(&communicator);
 }
 
-TEST(MpiDistributedDataParallel, StartsWithRank0sWeightsAndBuffers) {
+TEST(MpiDistributedDataParallel, BroadcastsInitialWeightsAndBuffers) {
   const BackendPtr world = make_world_backend();
-  Replicated model(world->getRank()), wanted(0);
+  Replicated model(world->getRank()), expected(0);
   model->norm->running_mean.fill_(world->getRank());
   model->norm->num_batches_tracked.fill_(world->getRank());
   const DistributedDataParallel ddp(model, world);
   for (const auto& item : model->named_parameters()) {
-    EXPECT_TRUE(at::equal(item.value(), wanted->named_parameters()[item.key()])) << item.key();
+    EXPECT_TRUE(at::equal(item.value(), expected->named_parameters()[item.key()])) << item.key();
   }
   EXPECT_TRUE(at::equal(model->norm->running_mean, torch::zeros({12})));
   EXPECT_EQ(model->norm->num_batches_tracked.item<int>(), 0);
 }
 
-TEST(MpiDistributedDataParallel, NamesTheRankAndTheTensorThatDiffer) {
+TEST(MpiDistributedDataParallel, ReportsRankAndTensorThatDiffer) {
   const BackendPtr world = make_world_backend();
   if (world->getSize() == 1) GTEST_SKIP() << "one rank is like itself";
   const int last = world->getSize() - 1;
@@ -164,14 +164,14 @@ TEST(MpiDistributedDataParallel, NamesTheRankAndTheTensorThatDiffer) {
       error_with([](Replicated& model) { model->register_buffer("state", torch::ones(1)); }),
       testing::AllOf(HasSubstr(of_last), HasSubstr("state")));
   EXPECT_THAT(error_with([](Replicated& model) { model->in->bias.requires_grad_(false); }),
-              testing::AllOf(HasSubstr("in.bias"), HasSubstr("not trained")));
-  // The group is as good as before.
+              testing::AllOf(HasSubstr("in.bias"), HasSubstr("does not require grad")));
+  // The backend remains usable.
   Replicated model;
   DistributedDataParallel ddp(model, world);
   ddp(own_part(world, 0)).sum().backward();
 }
 
-TEST(MpiDistributedDataParallel, BuffersAreTheRootsAsOneProcessWithItsBatchesHasThem) {
+TEST(MpiDistributedDataParallel, BuffersFollowRank0) {
   const BackendPtr world = make_world_backend();
   Replicated model, roots_alone;
   DistributedDataParallel ddp(model, world);
@@ -203,15 +203,15 @@ TEST(MpiDistributedDataParallel, BuffersAreTheRootsAsOneProcessWithItsBatchesHas
   EXPECT_FALSE(model->frozen.grad().defined());
 }
 
-// In PyTorch the second forward's broadcast breaks the first one's backward on all ranks but one.
-TEST(MpiDistributedDataParallel, TwoForwardsMayComeBeforeOneBackward) {
+// In PyTorch the broadcast of the second forward breaks the backward of the first one.
+TEST(MpiDistributedDataParallel, SupportsTwoForwardsPerBackward) {
   const BackendPtr world = make_world_backend();
   Replicated model;
   DistributedDataParallel ddp(model, world);
   const at::Tensor first = ddp(own_part(world, 0));
   const at::Tensor second = ddp(own_part(world, 1));
   (first.square().sum() + second.square().sum()).backward();
-  expect_same_bits_on_all_ranks(world, model->in->weight.grad(), "a gradient");
+  expect_equal_on_all_ranks(world, model->in->weight.grad(), "a gradient");
 }
 
 }  // namespace

@@ -20,17 +20,17 @@ namespace grad_reducer_test {
 namespace {
 
 using distributed_test::BackendPtr;
-using distributed_test::expect_same_weights_on_all_ranks;
+using distributed_test::expect_equal_weights_on_all_ranks;
 using distributed_test::make_world_backend;
 using mezzo::GradReducer;
 using single_process_reference::Batch;
 using single_process_reference::batches;
+using single_process_reference::compute_loss;
 using single_process_reference::kSmallBuckets;
-using single_process_reference::loss_of;
 using single_process_reference::Model;
 using test_support::message_of;
 
-/// A weight whose gradient is what it is multiplied by.
+/// A weight whose gradient is its factor.
 struct OneWeight {
   explicit OneWeight(at::ScalarType dtype, std::optional<at::ScalarType> sent = std::nullopt)
       : weight(torch::zeros({3}, dtype).requires_grad_()),
@@ -46,8 +46,8 @@ struct OneWeight {
   GradReducer all_reduce;
 };
 
-// Numbers that 1 to 4 ranks divide without rounding.
-TEST(GradReducer, GradientsAreAveragesAfterBackward) {
+// Values that are divisible by 1 to 4 ranks without rounding.
+TEST(GradReducer, BackwardAveragesGradients) {
   const BackendPtr world = make_world_backend();
   const auto own = [&](double value) { return value * (world->getRank() + 1); };
   const double mean = (world->getSize() + 1) / 2.;
@@ -73,8 +73,8 @@ TEST(GradReducer, GradientsAreAveragesAfterBackward) {
   }
 }
 
-// The loss scale is on the gradients while they are averaged.
-TEST(GradReducer, AverageGradientsOfHalfOverflowOnlyWhereTheAverageDoes) {
+// Scaled gradients are averaged.
+TEST(GradReducer, Float16OverflowsOnlyIfAverageDoes) {
   OneWeight half(at::kHalf), compressed(at::kFloat, at::kHalf);
   for (OneWeight* const one : {&half, &compressed}) {
     one->backward(60'000);
@@ -82,26 +82,26 @@ TEST(GradReducer, AverageGradientsOfHalfOverflowOnlyWhereTheAverageDoes) {
   }
 }
 
-TEST(GradReducer, SendsFloatsInTwoBytesWithinTheirRounding) {
+TEST(GradReducer, ReduceDtypeErrorIsWithinRounding) {
   const BackendPtr world = make_world_backend();
   for (const auto dtype : {at::kBFloat16, at::kHalf}) {
     Model model, alone;
     const GradReducer compressed(model->parameters(), world, {.reduce_dtype = dtype});
     const GradReducer plain(alone->parameters(), world);
     const Batch part = batches(2)[0].part(world->getRank(), world->getSize());
-    for (const auto& net : {model, alone}) loss_of(net, part, world->getRank()).backward();
+    for (const auto& net : {model, alone}) compute_loss(net, part, world->getRank()).backward();
     for (const auto& item : model->named_parameters()) {
       const at::Tensor wanted = alone->named_parameters()[item.key()].grad();
       if (!wanted.defined()) continue;
-      // Ranks' parts of up to 1 are rounded, and may cancel each other.
+      // Values of up to 1 are rounded on each rank, and may cancel.
       const double bit = dtype == at::kBFloat16 ? 1. / 128 : 1. / 1024;
       EXPECT_TRUE(at::allclose(item.value().grad(), wanted, 2 * bit, bit)) << item.key();
-      distributed_test::expect_same_bits_on_all_ranks(world, item.value().grad(), item.key());
+      distributed_test::expect_equal_on_all_ranks(world, item.value().grad(), item.key());
     }
   }
 }
 
-TEST(GradReducer, LowPrecisionGradientsAreTheSameBitsOnAllRanks) {
+TEST(GradReducer, LowPrecisionGradsAreBitwiseEqualAcrossRanks) {
   const BackendPtr world = make_world_backend();
   for (const auto dtype : {at::kBFloat16, at::kHalf}) {
     Model model(dtype);
@@ -109,14 +109,15 @@ TEST(GradReducer, LowPrecisionGradientsAreTheSameBitsOnAllRanks) {
     torch::optim::SGD optimizer(model->parameters(), 0.1);
     for (const Batch& batch : batches(6)) {
       optimizer.zero_grad();
-      loss_of(model, batch.part(world->getRank(), world->getSize()), world->getRank()).backward();
+      compute_loss(model, batch.part(world->getRank(), world->getSize()), world->getRank())
+          .backward();
       optimizer.step();
     }
-    expect_same_weights_on_all_ranks(world, model);
+    expect_equal_weights_on_all_ranks(world, model);
   }
 }
 
-TEST(GradReducer, AfterABackwardPassThatThrewTheNextOneSaysSo) {
+TEST(GradReducer, BackwardThrowsAfterFailedBackward) {
   const BackendPtr world = make_world_backend();
   Model model;
   GradReducer all_reduce(model->parameters(), world, kSmallBuckets);
@@ -126,13 +127,13 @@ TEST(GradReducer, AfterABackwardPassThatThrewTheNextOneSaysSo) {
   EXPECT_THAT(message_of([&] { model->out->forward(hidden).sum().backward(); }),
               testing::HasSubstr("on purpose"));
   all_reduce.buckets().zero_grad();
-  if (world->getSize() == 1) return;  // one rank is in step with itself
-  EXPECT_THAT(message_of([&] { loss_of(model, batch, 0).backward(); }),
-              testing::HasSubstr("an earlier backward pass did not end"));
+  if (world->getSize() == 1) return;  // a single rank cannot be out of sync
+  EXPECT_THAT(message_of([&] { compute_loss(model, batch, 0).backward(); }),
+              testing::HasSubstr("an earlier backward pass threw"));
 }
 
-// Their buckets are of the same lengths all the same.
-TEST(GradReducer, RanksWithOtherBucketsAreToldBeforeAnyPass) {
+// The buckets have equal sizes on all ranks.
+TEST(GradReducer, ConstructorThrowsForDifferentBuckets) {
   const BackendPtr world = make_world_backend();
   const at::Tensor one = torch::ones({3}).requires_grad_(),
                    other = torch::ones({3}, at::kBFloat16).requires_grad_();
@@ -146,8 +147,8 @@ TEST(GradReducer, RanksWithOtherBucketsAreToldBeforeAnyPass) {
       << error;
 }
 
-// In bfloat16 256 + 1 is 256.
-TEST(GradReducer, ReducesFloatGradientsOfABfloat16ParameterInFloat) {
+// 256 + 1 is 256 in bfloat16.
+TEST(GradReducer, ReducesFloat32GradsOfBfloat16Params) {
   const BackendPtr world = make_world_backend();
   const at::Tensor weight = torch::zeros({3}, at::kBFloat16).requires_grad_();
   weight.set_grad_dtype(at::kFloat);

@@ -1,6 +1,6 @@
-// Runs the tests in each process that mpirun starts. A process whose test fails says so and takes
-// the others along: they may be waiting for it in a collective. Given
-// --the-program-initialises-mpi, MPI is initialised as a program would that knows nothing of mezzo.
+// Runs the tests on each rank that mpirun starts. A failed test aborts all ranks, because others
+// may wait for this rank in a collective. With --external-mpi-init, MPI is initialized without
+// MpiEnvironment.
 
 #include <torch/torch.h>
 
@@ -27,7 +27,7 @@ class AbortOnFailureListener : public testing::EmptyTestEventListener {
     test_ = std::string(test.test_suite_name()) + '.' + test.name();
   }
 
-  // GoogleTest holds a lock here, under which it cannot be asked for the test.
+  // GoogleTest holds a lock here, so the current test cannot be queried.
   void OnTestPartResult(const testing::TestPartResult& result) override {
     if (!result.failed()) return;
     std::cerr << "rank " << rank_ << ": " << test_ << '\n'
@@ -55,9 +55,9 @@ int throw_on_last_rank() {
     const mezzo::MpiEnvironment mpi;
     const BackendPtr world = make_world_backend();
     if (world->getRank() == world->getSize() - 1)
-      throw std::runtime_error("the words of the exception");
+      throw std::runtime_error("exception on the last rank");
     barrier(world);
-    std::cerr << "rank " << world->getRank() << " got past a barrier that not all called"
+    std::cerr << "rank " << world->getRank() << " passed the barrier, which one rank did not enter"
               << std::endl;
   } catch (const std::exception& error) {
     std::cerr << error.what() << std::endl;
@@ -82,11 +82,11 @@ int construct_backend_without_threads() {
 
 int main(int argc, char** argv) {
   testing::InitGoogleTest(&argc, argv);
-  if (argc > 1 && argv[1] == std::string("--the-last-rank-throws")) return throw_on_last_rank();
-  if (argc > 1 && argv[1] == std::string("--mpi-has-no-threads")) {
+  if (argc > 1 && argv[1] == std::string("--throw-on-last-rank")) return throw_on_last_rank();
+  if (argc > 1 && argv[1] == std::string("--mpi-without-threads")) {
     return construct_backend_without_threads();
   }
-  if (argc > 1 && argv[1] == std::string("--the-program-initialises-mpi")) {
+  if (argc > 1 && argv[1] == std::string("--external-mpi-init")) {
     int level = MPI_THREAD_SINGLE;
     MPI_Init_thread(&argc, &argv, MPI_THREAD_MULTIPLE, &level);
     const int failed = run_tests();

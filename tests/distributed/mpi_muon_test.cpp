@@ -1,5 +1,5 @@
-// Muon's steps need whole matrices: under DistributedDataParallel each rank takes them all, under a
-// ShardedOptimizer those of the matrices that it owns.
+// Muon updates whole matrices: on every rank under DistributedDataParallel, on the owner under a
+// ShardedOptimizer.
 
 #include <mezzo/distributed/distributed_data_parallel.h>
 #include <mezzo/distributed/sharded_optimizer.h>
@@ -21,7 +21,7 @@ using distributed_test::make_world_backend;
 using mezzo::optim::Muon;
 using mezzo::optim::MuonOptions;
 
-/// All ranks have the same batches, whose average is exact for 1, 2 and 4 of them.
+/// All ranks have equal batches, whose average is exact for 1, 2 and 4 ranks.
 template <class MakeOptimizer>
 std::vector<torch::Tensor> trained(const MakeOptimizer& make) {
   torch::manual_seed(3);
@@ -40,7 +40,7 @@ std::vector<torch::Tensor> trained(const MakeOptimizer& make) {
   return model->parameters();
 }
 
-TEST(MpiMuon, TakesTheStepsOfOneProcessUnderDataParallelAndAZeRo1Optimizer) {
+TEST(MpiMuon, MatchesSingleProcessUnderDdpAndZero1) {
   const auto world = make_world_backend();
   if (world->getSize() == 3) GTEST_SKIP() << "thirds are not exact";
   const MuonOptions options(2e-2);

@@ -3,6 +3,7 @@
 #include <mezzo/distributed/sharded_optimizer.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/ema.h>
+#include <mezzo/optim/ema_guard.h>
 #include <mezzo/optim/sgd.h>
 
 #include <gmock/gmock.h>
@@ -42,14 +43,15 @@ std::string broadcast_from_rank0(const std::string& text) {
   return mezzo::detail::broadcast_string(make_world_backend(), text, 0);
 }
 
-/// Every rank computes the same, so that sums over 1, 2 and 4 ranks and their averages are exact:
-/// any number of ranks takes the same steps, and so does an optimizer alone.
+/// All ranks compute equal gradients, so that averages over 1, 2 and 4 ranks are exact, and every
+/// world size computes the weights of the unsharded optimizer.
 void train(Model model, torch::optim::Optimizer& optimizer, int first, int last) {
   const auto data = single_process_reference::batches(last);
   for (int i = first; i < last; ++i) {
     optimizer.zero_grad();
-    // A parameter is used in some steps alone: it counts fewer.
-    single_process_reference::loss_of(model, data[static_cast<std::size_t>(i)], i % 2).backward();
+    // One parameter is used in some steps only: its step count is lower.
+    single_process_reference::compute_loss(model, data[static_cast<std::size_t>(i)], i % 2)
+        .backward();
     optimizer.step();
   }
 }
@@ -59,9 +61,10 @@ struct Saved {
   std::string optimizer;
 };
 
-/// Training by an optimizer alone, saved after 3 steps of 5.
+/// Trains an unsharded optimizer for 5 steps, and saves after 3.
 template <class Optimizer, class Options>
-Saved train_alone(Model model, const Options& options, const WeightStorageOptions& weights) {
+Saved train_single_process(Model model, const Options& options,
+                           const WeightStorageOptions& weights) {
   Optimizer optimizer(model->parameters(), options, weights);
   train(model, optimizer, 0, 3);
   Saved files{save_to_string(model), save_to_string(optimizer)};
@@ -69,73 +72,74 @@ Saved train_alone(Model model, const Options& options, const WeightStorageOption
   return files;
 }
 
-/// The same training on the first `size` ranks, with rank 0's files; it ends with `wanted`'s
-/// weights.
+/// Trains on the first `size` ranks as train_single_process, expects the weights of `expected`, and
+/// returns rank 0's archives.
 template <class Optimizer, class Options>
 Saved train_on_ranks(int size, const Options& options, const WeightStorageOptions& weights,
-                     Model wanted) {
+                     Model expected) {
   const RankSubset group(size);
   Saved files;
   if (group.contains_this_rank()) {
-    Model model(wanted->out->bias.scalar_type());
-    ShardedOptimizer<Optimizer> optimizer(model->parameters(), group.ranks(), options,
+    Model model(expected->out->bias.scalar_type());
+    ShardedOptimizer<Optimizer> optimizer(model->parameters(), group.backend(), options,
                                           kSmallBuckets, weights);
     train(model, optimizer, 0, 3);
     files = {save_to_string(model), save_to_string(optimizer)};
     train(model, optimizer, 3, 5);
-    single_process_reference::expect_equal(model, wanted, "saving changes nothing");
+    single_process_reference::expect_equal(model, expected, "saving changes nothing");
   }
   return {broadcast_from_rank0(files.model), broadcast_from_rank0(files.optimizer)};
 }
 
-/// From the saved step on `optimizer` ends with `wanted`'s weights; `who` says whose it is.
+/// Resumes from the saved step, and expects the weights of `expected`.
 template <class Optimizer>
-void expect_to_go_on(const Saved& file, Model model, Optimizer& optimizer, Model wanted,
-                     const std::string& who) {
+void expect_bitwise_resume(const Saved& file, Model model, Optimizer& optimizer, Model expected,
+                           const std::string& who) {
   load_from_string(model, file.model);
   load_from_string(optimizer, file.optimizer);
   EXPECT_EQ(optimizer.applied_steps(), 3) << who;
   train(model, optimizer, 3, 5);
-  single_process_reference::expect_equal(model, wanted, who + " goes on");
+  single_process_reference::expect_equal(model, expected, who + " resumes");
 }
 
 template <class Optimizer, class Options>
-void expect_to_go_on_anywhere(const Options& options, at::ScalarType dtype,
-                              const WeightStorageOptions& weights = {}) {
+void expect_bitwise_resume_anywhere(const Options& options, at::ScalarType dtype,
+                                    const WeightStorageOptions& weights = {}) {
   Model alone(dtype);
-  std::vector<Saved> files{train_alone<Optimizer>(alone, options, weights)};
+  std::vector<Saved> files{train_single_process<Optimizer>(alone, options, weights)};
   for (const int size : available_world_sizes())
     files.push_back(train_on_ranks<Optimizer>(size, options, weights, alone));
   for (const Saved& file : files) {
     Model unsharded(dtype);
     Optimizer optimizer(unsharded->parameters(), options, weights);
-    expect_to_go_on(file, unsharded, optimizer, alone, "an optimizer alone");
+    expect_bitwise_resume(file, unsharded, optimizer, alone, "an optimizer alone");
     for (const int size : available_world_sizes()) {
       const RankSubset group(size);
       if (!group.contains_this_rank()) continue;
       Model model(dtype);
-      ShardedOptimizer<Optimizer> sharded(model->parameters(), group.ranks(), options,
+      ShardedOptimizer<Optimizer> sharded(model->parameters(), group.backend(), options,
                                           kSmallBuckets, weights);
       train(model, sharded, 0, 1);  // all of which the file replaces
-      expect_to_go_on(file, model, sharded, alone, "one of " + std::to_string(size) + " ranks");
+      expect_bitwise_resume(file, model, sharded, alone,
+                            "one of " + std::to_string(size) + " ranks");
     }
   }
 }
 
-TEST(ShardedOptimizerCheckpoint, AnyNumberOfRanksGoesOnToTheBit) {
-  expect_to_go_on_anywhere<AdamW>(AdamWOptions(0.01).amsgrad(true), at::kFloat);
+TEST(ShardedOptimizerCheckpoint, AnyWorldSizeResumesBitwise) {
+  expect_bitwise_resume_anywhere<AdamW>(AdamWOptions(0.01).amsgrad(true), at::kFloat);
 }
 
-TEST(ShardedOptimizerCheckpoint, MastersGoAlong) {
+TEST(ShardedOptimizerCheckpoint, SavesMasterWeights) {
   using mezzo::optim::SGD;
   using mezzo::optim::SGDOptions;
-  expect_to_go_on_anywhere<AdamW>(AdamWOptions(0.01), at::kBFloat16,
-                                  {.weight_storage = WeightStorage::fp32_master});
-  expect_to_go_on_anywhere<SGD>(SGDOptions(0.01).momentum(0.9), at::kBFloat16,
-                                {.weight_storage = WeightStorage::split_master});
+  expect_bitwise_resume_anywhere<AdamW>(AdamWOptions(0.01), at::kBFloat16,
+                                        {.weight_storage = WeightStorage::fp32_master});
+  expect_bitwise_resume_anywhere<SGD>(SGDOptions(0.01).momentum(0.9), at::kBFloat16,
+                                      {.weight_storage = WeightStorage::split_master});
 }
 
-/// Null where the optimizer has no state of the parameter.
+/// Returns null if the optimizer has no state of the parameter.
 mezzo::optim::AdamWParamState* state_of(AdamW& optimizer, const at::Tensor& parameter) {
   const auto found = optimizer.state().find(parameter.unsafeGetTensorImpl());
   return found == optimizer.state().end()
@@ -143,8 +147,9 @@ mezzo::optim::AdamWParamState* state_of(AdamW& optimizer, const at::Tensor& para
              : static_cast<mezzo::optim::AdamWParamState*>(found->second.get());
 }
 
-void expect_same_state(mezzo::optim::AdamWParamState& got, mezzo::optim::AdamWParamState& wanted) {
-  EXPECT_EQ(got.step(), wanted.step());
+void expect_same_state(mezzo::optim::AdamWParamState& got,
+                       mezzo::optim::AdamWParamState& expected) {
+  EXPECT_EQ(got.step(), expected.step());
   const auto expect_same = [](const at::Tensor& a, const at::Tensor& b) {
     ASSERT_EQ(a.defined(), b.defined());
     if (!a.defined()) return;
@@ -152,15 +157,15 @@ void expect_same_state(mezzo::optim::AdamWParamState& got, mezzo::optim::AdamWPa
     EXPECT_EQ(a.scalar_type(), b.scalar_type());
     EXPECT_EQ(a.strides(), b.strides());
   };
-  expect_same(got.exp_avg(), wanted.exp_avg());
-  expect_same(got.exp_avg_sq(), wanted.exp_avg_sq());
-  expect_same(got.max_exp_avg_sq(), wanted.max_exp_avg_sq());
-  expect_same(got.master(), wanted.master());
+  expect_same(got.exp_avg(), expected.exp_avg());
+  expect_same(got.exp_avg_sq(), expected.exp_avg_sq());
+  expect_same(got.max_exp_avg_sq(), expected.max_exp_avg_sq());
+  expect_same(got.master(), expected.master());
 }
 
-/// What the archive holds is what the optimizer alone would have written: no state more or less,
-/// each of the parameter's shape, strides and dtype.
-TEST(ShardedOptimizerCheckpoint, TheArchiveIsThatOfTheOptimizerAlone) {
+// The archive has the states of the unsharded optimizer, with the shapes, strides and dtypes of the
+// parameters.
+TEST(ShardedOptimizerCheckpoint, ArchiveMatchesUnshardedOptimizer) {
   const RankSubset group(available_world_sizes().back());  // of three, averages would be rounded
   for (const auto dtype : {at::kFloat, at::kBFloat16}) {
     const AdamWOptions options(0.01);
@@ -169,7 +174,7 @@ TEST(ShardedOptimizerCheckpoint, TheArchiveIsThatOfTheOptimizerAlone) {
     std::string archive;
     if (group.contains_this_rank()) {
       Model model(dtype);
-      ShardedOptimizer<AdamW> sharded(model->parameters(), group.ranks(), options, kSmallBuckets,
+      ShardedOptimizer<AdamW> sharded(model->parameters(), group.backend(), options, kSmallBuckets,
                                       masters);
       train(model, sharded, 0, 3);
       archive = save_to_string(sharded);
@@ -183,15 +188,15 @@ TEST(ShardedOptimizerCheckpoint, TheArchiveIsThatOfTheOptimizerAlone) {
     for (std::size_t i = 0; i < alone->parameters().size(); ++i) {
       const testing::ScopedTrace trace(__FILE__, __LINE__, i);
       auto* const got = state_of(loaded, other->parameters()[i]);
-      auto* const wanted = state_of(whole, alone->parameters()[i]);
-      ASSERT_EQ(got == nullptr, wanted == nullptr);
-      if (got != nullptr) expect_same_state(*got, *wanted);
+      auto* const expected = state_of(whole, alone->parameters()[i]);
+      ASSERT_EQ(got == nullptr, expected == nullptr);
+      if (got != nullptr) expect_same_state(*got, *expected);
     }
   }
 }
 
-/// torch::optim::Adagrad makes the states of all parameters, other ranks' too, at the beginning.
-TEST(ShardedOptimizerCheckpoint, AStateIsItsOwnersWhoeverElseHasOne) {
+// torch::optim::Adagrad creates the states of all parameters at construction.
+TEST(ShardedOptimizerCheckpoint, SavesStateOfOwningRank) {
   using torch::optim::Adagrad;
   const RankSubset group(available_world_sizes().back());
   const torch::optim::AdagradOptions options(0.01);
@@ -199,7 +204,7 @@ TEST(ShardedOptimizerCheckpoint, AStateIsItsOwnersWhoeverElseHasOne) {
   std::string archive;
   if (group.contains_this_rank()) {
     Model model;
-    ShardedOptimizer<Adagrad> sharded(model->parameters(), group.ranks(), options, kSmallBuckets);
+    ShardedOptimizer<Adagrad> sharded(model->parameters(), group.backend(), options, kSmallBuckets);
     train(model, sharded, 0, 3);
     archive = save_to_string(sharded);
   }
@@ -216,16 +221,16 @@ TEST(ShardedOptimizerCheckpoint, AStateIsItsOwnersWhoeverElseHasOne) {
   }
 }
 
-TEST(ShardedOptimizerCheckpoint, AScheduleGoesOnFromTheBaseRates) {
-  BackendPtr ranks = make_world_backend();
+TEST(ShardedOptimizerCheckpoint, ScheduleResumesFromBaseLrs) {
+  BackendPtr backend = make_world_backend();
   Model model;
-  ShardedOptimizer<AdamW> optimizer(model->parameters(), ranks, AdamWOptions(0.5), kSmallBuckets);
+  ShardedOptimizer<AdamW> optimizer(model->parameters(), backend, AdamWOptions(0.5), kSmallBuckets);
   optimizer.set_lr_factors({1., 0.5, 0.25});
   train(model, optimizer, 0, 2);
   optimizer.set_optimizer_lrs(2);
   {
     const std::string file = broadcast_from_rank0(save_to_string(optimizer));
-    ShardedOptimizer<AdamW> loaded(model->parameters(), ranks, AdamWOptions(0.1), kSmallBuckets);
+    ShardedOptimizer<AdamW> loaded(model->parameters(), backend, AdamWOptions(0.1), kSmallBuckets);
     loaded.set_lr_factors({1., 0.5, 0.25});
     load_from_string(loaded, file);
     EXPECT_EQ(loaded.base_lrs(), std::vector<double>{0.5});
@@ -234,18 +239,18 @@ TEST(ShardedOptimizerCheckpoint, AScheduleGoesOnFromTheBaseRates) {
   }
 }
 
-TEST(ShardedOptimizerCheckpoint, AParameterThatIsFrozenByNowKeepsItsStateAndTheFileIsWritten) {
-  BackendPtr ranks = make_world_backend();
+TEST(ShardedOptimizerCheckpoint, PreservesStateOfFrozenParam) {
+  BackendPtr backend = make_world_backend();
   Model model;
   std::string file;
   {
-    ShardedOptimizer<AdamW> all(model->parameters(), ranks, AdamWOptions(0.1), kSmallBuckets);
+    ShardedOptimizer<AdamW> all(model->parameters(), backend, AdamWOptions(0.1), kSmallBuckets);
     train(model, all, 0, 2);
     file = broadcast_from_rank0(save_to_string(all));
   }
   model->out->bias.set_requires_grad(false);
   model->out->bias.mutable_grad() = at::Tensor();
-  ShardedOptimizer<AdamW> fewer(model->parameters(), ranks, AdamWOptions(0.1), kSmallBuckets);
+  ShardedOptimizer<AdamW> fewer(model->parameters(), backend, AdamWOptions(0.1), kSmallBuckets);
   load_from_string(fewer, file);
   train(model, fewer, 2, 3);
   const std::string later = broadcast_from_rank0(save_to_string(fewer));
@@ -262,45 +267,46 @@ TEST(ShardedOptimizerCheckpoint, AParameterThatIsFrozenByNowKeepsItsStateAndTheF
   }
 }
 
-TEST(ShardedOptimizerCheckpoint, ASaveThatOneRankCannotDoThrowsOnAllAndChangesNothing) {
-  BackendPtr ranks = make_world_backend();
+TEST(ShardedOptimizerCheckpoint, FailedSaveThrowsOnAllRanks) {
+  BackendPtr backend = make_world_backend();
   Model model;
-  ShardedOptimizer<AdamW> optimizer(model->parameters(), ranks, AdamWOptions(0.1), kSmallBuckets);
+  ShardedOptimizer<AdamW> optimizer(model->parameters(), backend, AdamWOptions(0.1), kSmallBuckets);
   train(model, optimizer, 0, 2);
   const std::size_t states = optimizer.state().size();
   const std::string file = save_to_string(optimizer);
   {
     const mezzo::Ema ema(model->parameters());
     std::optional<mezzo::EmaGuard> averages;
-    if (ranks->getRank() == ranks->getSize() - 1) averages.emplace(ema);
+    if (backend->getRank() == backend->getSize() - 1) averages.emplace(ema);
     EXPECT_THAT(message_of([&] { save_to_string(optimizer); }),
                 testing::AllOf(HasSubstr("ShardedOptimizer::save: rank " +
-                                         std::to_string(ranks->getSize() - 1) + " of"),
+                                         std::to_string(backend->getSize() - 1) + " of"),
                                HasSubstr("holds an average")));
   }
   EXPECT_EQ(optimizer.state().size(), states);
   EXPECT_EQ(save_to_string(optimizer), file);
 }
 
-TEST(ShardedOptimizerCheckpoint, LibtorchsFileCanBeRead) {
-  BackendPtr ranks = make_world_backend();
+TEST(ShardedOptimizerCheckpoint, LoadsTorchArchive) {
+  BackendPtr backend = make_world_backend();
   Model alone;
   torch::optim::AdamW theirs(alone->parameters(), torch::optim::AdamWOptions(0.01));
   train(alone, theirs, 0, 3);
   Model model;
   load_from_string(model, save_to_string(alone));
-  ShardedOptimizer<AdamW> sharded(model->parameters(), ranks, AdamWOptions(1.), kSmallBuckets);
+  ShardedOptimizer<AdamW> sharded(model->parameters(), backend, AdamWOptions(1.), kSmallBuckets);
   load_from_string(sharded, save_to_string(theirs));
   train(alone, theirs, 3, 5);
   train(model, sharded, 3, 5);
   single_process_reference::expect_close(model, alone, 1e-6);
 }
 
-TEST(ShardedOptimizerCheckpoint, AFileOfSomethingElseChangesNothing) {
-  BackendPtr ranks = make_world_backend();
+TEST(ShardedOptimizerCheckpoint, InvalidArchiveThrowsWithoutChanges) {
+  BackendPtr backend = make_world_backend();
   Model model, alone;
-  ShardedOptimizer<AdamW> optimizer(model->parameters(), ranks, AdamWOptions(0.01), kSmallBuckets);
-  ShardedOptimizer<AdamW> undisturbed(alone->parameters(), ranks, AdamWOptions(0.01),
+  ShardedOptimizer<AdamW> optimizer(model->parameters(), backend, AdamWOptions(0.01),
+                                    kSmallBuckets);
+  ShardedOptimizer<AdamW> undisturbed(alone->parameters(), backend, AdamWOptions(0.01),
                                       kSmallBuckets);
   train(model, optimizer, 0, 2);
   train(alone, undisturbed, 0, 2);

@@ -29,15 +29,15 @@ using distributed_test::make_world_backend;
 using mezzo::ShardedOptimizer;
 using mezzo::optim::WeightStorage;
 using single_process_reference::batches;
+using single_process_reference::compute_loss;
 using single_process_reference::kSmallBuckets;
-using single_process_reference::loss_of;
 using single_process_reference::Model;
 using test_support::message_of;
 using torch::optim::OptimizerParamGroup;
 
 constexpr double kInf = std::numeric_limits<double>::infinity();
 
-/// Weights and the rest apart, as weight decay wants them.
+/// Two param groups: weights with weight decay, and other parameters.
 template <class Options>
 std::vector<OptimizerParamGroup> groups_of(Model model, const Options& options) {
   std::vector<at::Tensor> weights, rest;
@@ -52,25 +52,26 @@ std::vector<OptimizerParamGroup> groups_of(Model model, const Options& options) 
   return groups;
 }
 
-/// A sharded optimizer and a whole one, which take steps with the same averages.
+/// A sharded and an unsharded optimizer, which step with the same averages.
 template <class Optimizer>
 struct SideBySide {
   template <class Options, class... Weights>
   SideBySide(const Options& options, at::ScalarType dtype, const Weights&... weights)
       : model(dtype),
         alone(dtype),
-        sharded(groups_of(model, options), ranks, options, kSmallBuckets, weights...),
+        sharded(groups_of(model, options), backend, options, kSmallBuckets, weights...),
         whole(groups_of(alone, options), options, weights...) {
     scaler.on_skip(nullptr);
     scaler_alone.on_skip(nullptr);
   }
 
-  /// The backward pass of this rank's part of the batch, whose averages both get.
+  /// Runs backward on this rank's shard of the batch, and copies the averages to the unsharded
+  /// model.
   void backward(const single_process_reference::Batch& batch, double factor = 1,
                 bool scales = true) {
     sharded.zero_grad();
     const at::Tensor loss =
-        loss_of(model, batch.part(ranks->getRank(), ranks->getSize()), ranks->getRank());
+        compute_loss(model, batch.part(backend->getRank(), backend->getSize()), backend->getRank());
     if (scales) (void)scaler_alone.scale(loss);
     ((scales ? scaler.scale(loss) : loss) * factor).backward();
     const auto averages = model->named_parameters();
@@ -79,7 +80,7 @@ struct SideBySide {
       item.value().mutable_grad() = average.defined() ? average.clone() : at::Tensor();
     }
   }
-  /// Both take the step, if it `runs`, and have the same weights.
+  /// Steps both if `runs`, and expects equal weights.
   void step(const std::string& what, const mezzo::StepOptions& options, bool runs = true) {
     EXPECT_EQ(scaler.step(sharded, options).applied(), runs) << what;
     EXPECT_EQ(scaler_alone.step(whole, options).applied(), runs) << what;
@@ -97,7 +98,7 @@ struct SideBySide {
     whole.param_groups()[1].options().set_lr(lr);
   }
 
-  BackendPtr ranks = make_world_backend();
+  BackendPtr backend = make_world_backend();
   Model model, alone;
   ShardedOptimizer<Optimizer> sharded;
   Optimizer whole;
@@ -106,7 +107,7 @@ struct SideBySide {
   mezzo::GradScaler scaler_alone{scaler.options()};
 };
 
-/// With a scale, whose second step is skipped, with rates that move, and once without the scaler.
+/// With a scaler that skips the second step, changing learning rates, and one step without scaler.
 template <class Optimizer, class Options>
 void expect_the_bits_of_one(const Options& options, at::ScalarType dtype, const std::string& what,
                             const mezzo::optim::WeightStorageOptions& weights = {}) {
@@ -126,10 +127,10 @@ void expect_the_bits_of_one(const Options& options, at::ScalarType dtype, const 
   EXPECT_EQ(both.sharded.applied_steps(), 5);
   EXPECT_EQ(both.whole.applied_steps(), 5);
   EXPECT_EQ(both.scaler.get_scale(), both.scaler_alone.get_scale());
-  distributed_test::expect_same_weights_on_all_ranks(both.ranks, both.model);
+  distributed_test::expect_equal_weights_on_all_ranks(both.backend, both.model);
 }
 
-TEST(ShardedOptimizer, StepsToTheBitAsOneOptimizerWithTheAverage) {
+TEST(ShardedOptimizer, MatchesUnshardedOptimizerBitwise) {
   using namespace mezzo::optim;  // NOLINT(google-build-using-namespace)
   expect_the_bits_of_one<AdamW>(AdamWOptions(0.01).weight_decay(0.1), at::kFloat, "AdamW");
   expect_the_bits_of_one<AdamW>(AdamWOptions(0.01).amsgrad(true), at::kFloat, "amsgrad");
@@ -139,7 +140,7 @@ TEST(ShardedOptimizer, StepsToTheBitAsOneOptimizerWithTheAverage) {
   expect_the_bits_of_one<Lion>(LionOptions(0.01), at::kFloat, "Lion");
 }
 
-TEST(ShardedOptimizer, LowPrecisionWeightsStepToTheBitAsWell) {
+TEST(ShardedOptimizer, LowPrecisionWeightsMatchBitwise) {
   using namespace mezzo::optim;  // NOLINT(google-build-using-namespace)
   const auto expect_with = [](WeightStorage storage, at::ScalarType dtype, const char* what) {
     expect_the_bits_of_one<AdamW>(AdamWOptions(0.01), dtype, what, {.weight_storage = storage});
@@ -150,8 +151,8 @@ TEST(ShardedOptimizer, LowPrecisionWeightsStepToTheBitAsWell) {
   expect_with(WeightStorage::plain, at::kBFloat16, "plain, bfloat16");
 }
 
-/// libtorch's clipping, and unscaling where the gradients lie, work as with any optimizer.
-TEST(ShardedOptimizer, UnscalesAndClipsToTheBitAsOneOptimizer) {
+// unscale_ and libtorch's clipping work as with any optimizer.
+TEST(ShardedOptimizer, UnscaleAndClipMatchBitwise) {
   for (const auto dtype : {at::kFloat, at::kBFloat16}) {
     SideBySide<mezzo::optim::AdamW> both(
         mezzo::optim::AdamWOptions(0.01), dtype,
@@ -167,8 +168,8 @@ TEST(ShardedOptimizer, UnscalesAndClipsToTheBitAsOneOptimizer) {
   }
 }
 
-// Between steps all ranks write the weights as a program would that clamps, loads or averages them.
-TEST(ShardedOptimizer, AWeightThatIsWrittenBetweenStepsCountsOnAllRanks) {
+// All ranks modify the weights between steps, as programs that clamp, load or average them.
+TEST(ShardedOptimizer, ExternalWeightWritesReachAllRanks) {
   using namespace mezzo::optim;  // NOLINT(google-build-using-namespace)
   for (const auto storage : {WeightStorage::fp32_master, WeightStorage::split_master}) {
     SideBySide<AdamW> both(AdamWOptions(0.01), at::kBFloat16,
@@ -185,12 +186,12 @@ TEST(ShardedOptimizer, AWeightThatIsWrittenBetweenStepsCountsOnAllRanks) {
       }
       ++number;
     }
-    distributed_test::expect_same_weights_on_all_ranks(both.ranks, both.model);
+    distributed_test::expect_equal_weights_on_all_ranks(both.backend, both.model);
   }
 }
 
 template <class Optimizer, class Options>
-void expect_the_bits_of_an_ordinary_one(const Options& options) {
+void expect_unsharded_result(const Options& options) {
   SideBySide<Optimizer> both(options, at::kFloat);
   int number = 0;
   for (const auto& batch : batches(5)) {
@@ -200,38 +201,37 @@ void expect_the_bits_of_an_ordinary_one(const Options& options) {
   }
   std::stringstream file;
   torch::save(both.sharded, file);
-  if (both.ranks->getRank() == 0) {
+  if (both.backend->getRank() == 0) {
     Optimizer loaded(groups_of(both.alone, options), options);
     torch::load(loaded, file);
     EXPECT_EQ(loaded.state().size(), both.whole.state().size());
   }
 }
 
-TEST(ShardedOptimizer, TakesOptimizersOfLibtorchToo) {
-  expect_the_bits_of_an_ordinary_one<torch::optim::AdamW>(torch::optim::AdamWOptions(0.01));
-  expect_the_bits_of_an_ordinary_one<torch::optim::SGD>(
-      torch::optim::SGDOptions(0.05).momentum(0.9));
+TEST(ShardedOptimizer, AcceptsTorchOptimizers) {
+  expect_unsharded_result<torch::optim::AdamW>(torch::optim::AdamWOptions(0.01));
+  expect_unsharded_result<torch::optim::SGD>(torch::optim::SGDOptions(0.05).momentum(0.9));
 }
 
-TEST(ShardedOptimizer, MicroBatchesStayLocalUntilTheLast) {
-  const BackendPtr ranks = make_world_backend();
+TEST(ShardedOptimizer, NoSyncKeepsMicroBatchesLocal) {
+  const BackendPtr backend = make_world_backend();
   const at::Tensor weight = torch::zeros({301}).requires_grad_();
-  ShardedOptimizer<mezzo::optim::SGD> optimizer({weight}, ranks, mezzo::optim::SGDOptions(1.));
+  ShardedOptimizer<mezzo::optim::SGD> optimizer({weight}, backend, mezzo::optim::SGDOptions(1.));
   {
     const auto no_sync = optimizer.no_sync();
-    (weight * 8 * (ranks->getRank() + 1)).sum().backward();
+    (weight * 8 * (backend->getRank() + 1)).sum().backward();
   }
-  (weight * 4 * (ranks->getRank() + 1)).sum().backward();
+  (weight * 4 * (backend->getRank() + 1)).sum().backward();
   optimizer.step();
-  EXPECT_TRUE(at::equal(weight, torch::full({301}, -6. * (ranks->getSize() + 1))));
+  EXPECT_TRUE(at::equal(weight, torch::full({301}, -6. * (backend->getSize() + 1))));
 }
 
-TEST(ShardedOptimizer, ARankKeepsTheStateOfItsParametersAlone) {
-  const BackendPtr ranks = make_world_backend();
+TEST(ShardedOptimizer, KeepsOnlyOwnedState) {
+  const BackendPtr backend = make_world_backend();
   torch::manual_seed(1);
   torch::nn::Sequential model;
   for (int i = 0; i < 8; ++i) model->push_back(torch::nn::Linear(16, 16));
-  ShardedOptimizer<mezzo::optim::AdamW> optimizer(model->parameters(), ranks,
+  ShardedOptimizer<mezzo::optim::AdamW> optimizer(model->parameters(), backend,
                                                   mezzo::optim::AdamWOptions(0.01));
   model->forward(torch::ones({2, 16})).sum().backward();
   optimizer.step();
@@ -240,18 +240,18 @@ TEST(ShardedOptimizer, ARankKeepsTheStateOfItsParametersAlone) {
     for (const auto& [parameter, state] : optimizer.state()) {
       elements += static_cast<mezzo::optim::AdamWParamState&>(*state).exp_avg().numel();
     }
-    EXPECT_EQ(elements, 8 * 17 * 16 / ranks->getSize()) << "dealt evenly among 1, 2 and 4";
+    EXPECT_EQ(elements, 8 * 17 * 16 / backend->getSize()) << "dealt evenly among 1, 2 and 4";
   };
   expect_a_share();
   const std::string file = test_support::save_to_string(optimizer);
-  test_support::load_from_string(optimizer, mezzo::detail::broadcast_string(ranks, file, 0));
+  test_support::load_from_string(optimizer, mezzo::detail::broadcast_string(backend, file, 0));
   expect_a_share();  // after a load too
 }
 
-TEST(ShardedOptimizer, ARankThatOwnsNothingGoesAlong) {
-  const BackendPtr ranks = make_world_backend();
+TEST(ShardedOptimizer, AcceptsRankWithoutParameters) {
+  const BackendPtr backend = make_world_backend();
   const at::Tensor weight = torch::zeros({3}).requires_grad_();
-  ShardedOptimizer<mezzo::optim::SGD> optimizer({weight}, ranks, mezzo::optim::SGDOptions(1.));
+  ShardedOptimizer<mezzo::optim::SGD> optimizer({weight}, backend, mezzo::optim::SGDOptions(1.));
   mezzo::GradScaler scaler({.init_scale = 8.});
   for (int i = 0; i < 3; ++i) {
     scaler.scale(weight.sum()).backward();
@@ -263,26 +263,26 @@ TEST(ShardedOptimizer, ARankThatOwnsNothingGoesAlong) {
   EXPECT_EQ(optimizer.applied_steps(), 3);
 }
 
-TEST(ShardedOptimizer, BeginsWithTheValuesOfRank0AndNamesARankThatDiffers) {
-  const BackendPtr ranks = make_world_backend();
+TEST(ShardedOptimizer, BroadcastsRank0AndReportsDifferences) {
+  const BackendPtr backend = make_world_backend();
   using Sharded = ShardedOptimizer<mezzo::optim::AdamW>;
   const mezzo::optim::AdamWOptions options(0.01);
-  const at::Tensor trained = torch::full({301}, ranks->getRank() + 1.).requires_grad_();
-  const at::Tensor frozen = torch::full({3}, ranks->getRank() + 1.);
-  Sharded optimizer({trained, frozen}, ranks, options);
+  const at::Tensor trained = torch::full({301}, backend->getRank() + 1.).requires_grad_();
+  const at::Tensor frozen = torch::full({3}, backend->getRank() + 1.);
+  Sharded optimizer({trained, frozen}, backend, options);
   EXPECT_TRUE(at::equal(trained, torch::ones({301})));
   EXPECT_TRUE(at::equal(frozen, torch::ones({3})));
   frozen.requires_grad_();
   (trained.sum() + frozen.sum()).backward();
   EXPECT_THAT(message_of([&] { optimizer.step(); }), testing::HasSubstr("was frozen"));
-  if (ranks->getSize() == 1) return;
-  const bool is_other = ranks->getRank() == 1;
+  if (backend->getSize() == 1) return;
+  const bool is_other = backend->getRank() == 1;
   const at::Tensor other = torch::zeros({is_other ? 4 : 3}).requires_grad_();
-  EXPECT_THAT(message_of([&] { Sharded({other}, ranks, options); }),
+  EXPECT_THAT(message_of([&] { Sharded({other}, backend, options); }),
               testing::HasSubstr("rank 1 has \"parameter 0 of group 0: Float [4]"));
   const at::Tensor same = torch::zeros({3}).requires_grad_();
   EXPECT_THAT(message_of([&] {
-                Sharded({same}, ranks, mezzo::optim::AdamWOptions(is_other ? 0.02 : 0.01));
+                Sharded({same}, backend, mezzo::optim::AdamWOptions(is_other ? 0.02 : 0.01));
               }),
               testing::HasSubstr("rank 1 has \"group 0: lr 0.02"));
 }

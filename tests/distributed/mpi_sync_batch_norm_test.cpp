@@ -19,7 +19,7 @@ namespace {
 
 using distributed_test::all_reduce;
 using distributed_test::BackendPtr;
-using distributed_test::expect_same_bits_on_all_ranks;
+using distributed_test::expect_equal_on_all_ranks;
 using distributed_test::make_world_backend;
 using distributed_test::ReduceOp;
 using mezzo::SyncBatchNorm;
@@ -30,7 +30,7 @@ using torch::nn::BatchNormOptions;
 
 constexpr int64_t kChannels = 3;
 
-/// The batch of all ranks, of which the first has the first rows, and so on.
+/// The batch of all ranks; rank 0 has the first rows.
 struct SplitBatch {
   SplitBatch(std::vector<int64_t> rows_of_ranks, at::ScalarType dtype = at::kDouble)
       : rows(std::move(rows_of_ranks)) {
@@ -65,7 +65,7 @@ struct SyncBatchNormTest : testing::Test {
     return sum;
   }
 
-  /// Three training steps of this module and of BatchNorm on the whole batch, forward and back.
+  /// Compares three training steps with BatchNorm on the whole batch, forward and backward.
   void expect_that_of_the_whole_batch(const SplitBatch& batch, const BatchNormOptions& options,
                                       double tolerance) {
     const int rank = world->getRank();
@@ -100,18 +100,18 @@ struct SyncBatchNormTest : testing::Test {
     EXPECT_TRUE(at::allclose(own->running_mean, whole->running_mean, tolerance));
     EXPECT_TRUE(at::allclose(own->running_var, whole->running_var, tolerance));
     EXPECT_EQ(own->num_batches_tracked.item<int64_t>(), 3);
-    expect_same_bits_on_all_ranks(world, own->running_mean, "the mean");
-    expect_same_bits_on_all_ranks(world, own->running_var, "the variance");
+    expect_equal_on_all_ranks(world, own->running_mean, "the mean");
+    expect_equal_on_all_ranks(world, own->running_var, "the variance");
   }
 };
 
-TEST_F(SyncBatchNormTest, IsBatchNormOnTheBatchesOfAllRanksWhoMayHaveMoreRowsThanOthersOrNone) {
+TEST_F(SyncBatchNormTest, MatchesBatchNormWithUnevenBatches) {
   for (const auto& rows : {even(world->getSize()), uneven(world->getSize())}) {
     expect_that_of_the_whole_batch(SplitBatch(rows), BatchNormOptions(kChannels), 1e-10);
   }
 }
 
-TEST_F(SyncBatchNormTest, OptionsAreThoseOfBatchNorm) {
+TEST_F(SyncBatchNormTest, SupportsBatchNormOptions) {
   for (const auto& options : {BatchNormOptions(kChannels).affine(false).eps(0.5),
                               BatchNormOptions(kChannels).momentum(std::nullopt),
                               BatchNormOptions(kChannels).track_running_stats(false)}) {
@@ -119,8 +119,8 @@ TEST_F(SyncBatchNormTest, OptionsAreThoseOfBatchNorm) {
   }
 }
 
-// In half the sum of squares of this input would be inf, and bfloat16 has two of its digits.
-TEST_F(SyncBatchNormTest, StatisticsAreInFloatForLowPrecisionInputs) {
+// The sum of squares of this input overflows float16, and exceeds the precision of bfloat16.
+TEST_F(SyncBatchNormTest, LowPrecisionInputsUseFloat32Statistics) {
   expect_that_of_the_whole_batch(SplitBatch(even(world->getSize()), at::kHalf),
                                  BatchNormOptions(kChannels), 4e-3);
   expect_that_of_the_whole_batch(SplitBatch(even(world->getSize()), at::kBFloat16),
@@ -132,18 +132,18 @@ TEST_F(SyncBatchNormTest, StatisticsAreInFloatForLowPrecisionInputs) {
                            batch.x.to(at::kDouble).mean({0, 2, 3}), 1e-6));
 }
 
-TEST_F(SyncBatchNormTest, AutocastChangesNothing) {
+TEST_F(SyncBatchNormTest, ResultIsUnchangedUnderAutocast) {
   const SplitBatch batch(even(world->getSize()), at::kFloat);
   SyncBatchNorm norm(BatchNormOptions(kChannels), world);
   const at::Tensor x = batch.part(batch.x, world->getRank());
-  const at::Tensor wanted = norm->forward(x);
+  const at::Tensor expected = norm->forward(x);
   const mezzo::AutocastGuard<torch::kCPU> autocast(
       {.op_overrides =
            mezzo::install_op_overrides(mezzo::OpOverrides().allow("aten::mul.Tensor"))});
-  EXPECT_TRUE(at::equal(norm->forward(x), wanted));
+  EXPECT_TRUE(at::equal(norm->forward(x), expected));
 }
 
-TEST_F(SyncBatchNormTest, TwoDimensionalInputsAreChannelsOfRows) {
+TEST_F(SyncBatchNormTest, AcceptsTwoDimensionalInput) {
   torch::manual_seed(world->getRank());
   const at::Tensor x = torch::randn({5, kChannels});
   SyncBatchNorm a(BatchNormOptions(kChannels), world), b(BatchNormOptions(kChannels), world);
@@ -151,7 +151,7 @@ TEST_F(SyncBatchNormTest, TwoDimensionalInputsAreChannelsOfRows) {
   EXPECT_TRUE(at::equal(y, b->forward(x.view({5, kChannels, 1})).squeeze(2)));
 }
 
-TEST_F(SyncBatchNormTest, EvaluationIsBatchNormsWithItsStateDict) {
+TEST_F(SyncBatchNormTest, EvalMatchesBatchNormStateDict) {
   BatchNorm2d plain{BatchNormOptions(kChannels)};
   (void)plain->forward(SplitBatch({4}).x.to(at::kFloat));
   std::stringstream file;
@@ -165,7 +165,7 @@ TEST_F(SyncBatchNormTest, EvaluationIsBatchNormsWithItsStateDict) {
   EXPECT_TRUE(at::equal(norm->forward(x), plain->forward(x)));
 }
 
-TEST_F(SyncBatchNormTest, ACloneCallsTheSameRanks) {
+TEST_F(SyncBatchNormTest, CloneUsesSameBackend) {
   const SplitBatch batch(even(world->getSize()), at::kFloat);
   SyncBatchNorm norm(BatchNormOptions(kChannels), world);
   const auto copy = std::dynamic_pointer_cast<mezzo::SyncBatchNormImpl>(norm->clone());
@@ -174,7 +174,7 @@ TEST_F(SyncBatchNormTest, ACloneCallsTheSameRanks) {
   EXPECT_FALSE(copy->running_mean.is_alias_of(norm->running_mean));
 }
 
-TEST_F(SyncBatchNormTest, NamesARankWithOtherOptionsOnAllRanks) {
+TEST_F(SyncBatchNormTest, ConstructorThrowsForDifferentOptions) {
   if (world->getSize() == 1) return;
   const bool is_last = world->getRank() == world->getSize() - 1;
   const std::string who = "rank " + std::to_string(world->getSize() - 1) + " has ";
@@ -190,17 +190,17 @@ TEST_F(SyncBatchNormTest, NamesARankWithOtherOptionsOnAllRanks) {
   EXPECT_THAT(error_with(BatchNormOptions(4)), HasSubstr("SyncBatchNorm(4, "));
 }
 
-TEST_F(SyncBatchNormTest, RefusesWhatItCannotNormalise) {
+TEST_F(SyncBatchNormTest, ThrowsForUnsupportedInput) {
   SyncBatchNorm norm(BatchNormOptions(kChannels), world);
   EXPECT_THAT(message_of([&] { norm->forward(torch::randn({3})); }), HasSubstr("1 dimensions"));
   EXPECT_THAT(message_of([&] { norm->forward(torch::randn({3, 4})); }), HasSubstr("4 channels"));
   EXPECT_THAT(message_of([&] {
                 norm->forward(torch::ones({3, kChannels}, at::kLong));
               }),
-              HasSubstr("floating dtype"));
+              HasSubstr("floating-point dtype"));
 }
 
-TEST_F(SyncBatchNormTest, RefusesOnAllRanksWhatHasNoVarianceOnAllTogether) {
+TEST_F(SyncBatchNormTest, AllRanksThrowForSingleValue) {
   SyncBatchNorm norm(BatchNormOptions(kChannels), world);
   const int64_t on_first = world->getRank() == 0 ? 1 : 0;
   for (const int64_t samples : {int64_t{0}, on_first}) {
@@ -212,7 +212,7 @@ TEST_F(SyncBatchNormTest, RefusesOnAllRanksWhatHasNoVarianceOnAllTogether) {
   EXPECT_TRUE(norm->running_mean.equal(torch::zeros({kChannels})));
 }
 
-TEST_F(SyncBatchNormTest, RefusesAGradientOfItsGradient) {
+TEST_F(SyncBatchNormTest, ThrowsForDoubleBackward) {
   SyncBatchNorm norm(BatchNormOptions(kChannels), world);
   const at::Tensor x = torch::randn({4, kChannels}).requires_grad_();
   const at::Tensor y = norm->forward(x).square().sum();
@@ -222,7 +222,7 @@ TEST_F(SyncBatchNormTest, RefusesAGradientOfItsGradient) {
               HasSubstr("without create_graph"));
 }
 
-TEST_F(SyncBatchNormTest, PrintsItself) {
+TEST_F(SyncBatchNormTest, PrettyPrintsOptions) {
   std::ostringstream text;
   text << SyncBatchNorm(BatchNormOptions(kChannels), world);
   EXPECT_EQ(text.str(),

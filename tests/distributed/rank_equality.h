@@ -1,4 +1,4 @@
-// All ranks have the same bits.
+// Expects bitwise identical tensors on all ranks.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -11,9 +11,9 @@
 
 namespace distributed_test {
 
-/// All ranks call it; `name` says what differs, should it.
-inline void expect_same_bits_on_all_ranks(const BackendPtr& world, const at::Tensor& tensor,
-                                          const std::string& name) {
+/// Collective call. `name` is printed on failure.
+inline void expect_equal_on_all_ranks(const BackendPtr& world, const at::Tensor& tensor,
+                                      const std::string& name) {
   const at::Tensor bits = tensor.detach().flatten().view(at::kByte);
   const at::Tensor all = at::empty({world->getSize(), bits.numel()}, at::kByte);
   all_gather(world, all, bits);
@@ -22,11 +22,11 @@ inline void expect_same_bits_on_all_ranks(const BackendPtr& world, const at::Ten
   }
 }
 
-/// The same of all parameters of `model`, a module holder.
+/// Compares all parameters of `model`, a module holder.
 template <class Holder>
-void expect_same_weights_on_all_ranks(const BackendPtr& world, const Holder& model) {
+void expect_equal_weights_on_all_ranks(const BackendPtr& world, const Holder& model) {
   for (const auto& item : model->named_parameters()) {
-    expect_same_bits_on_all_ranks(world, item.value(), item.key());
+    expect_equal_on_all_ranks(world, item.value(), item.key());
   }
 }
 

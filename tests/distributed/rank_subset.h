@@ -1,5 +1,5 @@
 /// \file
-/// Fewer ranks than there are.
+/// RankSubset: the first ranks of the world.
 #pragma once
 
 #include <mpi.h>
@@ -16,7 +16,7 @@ inline int world_size() {
   return size;
 }
 
-/// The first ranks of the world; the others have no part in it.
+/// A communicator of the first `size` ranks; the destructor is a barrier of all ranks.
 class RankSubset {
  public:
   explicit RankSubset(int size) {
@@ -32,13 +32,13 @@ class RankSubset {
   RankSubset& operator=(const RankSubset&) = delete;
 
   bool contains_this_rank() const { return communicator_ != MPI_COMM_NULL; }
-  BackendPtr ranks() const { return make_backend(communicator_); }
+  BackendPtr backend() const { return make_backend(communicator_); }
 
  private:
   MPI_Comm communicator_ = MPI_COMM_NULL;
 };
 
-/// Those that the world has room for, of which none rounds an average.
+/// World sizes of up to the current one with which averages are exact.
 inline std::vector<int> available_world_sizes() {
   std::vector<int> all;
   for (const int size : {1, 2, 4}) {

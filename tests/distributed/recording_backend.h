@@ -1,4 +1,4 @@
-// A group that tells of the collectives that it passes on.
+// A backend that records the collectives that it forwards.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -15,8 +15,8 @@ namespace distributed_test {
 class RecordingBackend : public c10d::Backend {
  public:
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
-  /// Hears of each collective as it begins, an all-reduce by its reduction, and of the tensor: of
-  /// an input and an output the one that is all ranks' together; of a barrier none.
+  /// Called at the start of each collective, with its name (of an all-reduce the reduction) and its
+  /// tensor (the output; undefined for a barrier).
   using Listener = std::function<void(const std::string& collective, const at::Tensor& tensor)>;
 
   RecordingBackend(c10::intrusive_ptr<c10d::Backend> inner, Listener listener)
@@ -59,7 +59,7 @@ inline c10::intrusive_ptr<c10d::Backend> make_recording_backend(
   return c10::make_intrusive<RecordingBackend>(std::move(inner), std::move(listener));
 }
 
-/// Writes the names down.
+/// Appends the names of collectives to `log`.
 inline c10::intrusive_ptr<c10d::Backend> make_recording_backend(
     c10::intrusive_ptr<c10d::Backend> inner, std::vector<std::string>& log) {
   return make_recording_backend(

@@ -16,8 +16,7 @@
 #include "fake_backend.h"
 #include "recording_backend.h"
 
-// What goes wrong, or is changed, between one backward pass and the next: it is told, or does no
-// harm.
+// Reducers, models and gradients that are replaced or changed between backward passes.
 namespace {
 
 using distributed_test::make_fake_backend;
@@ -27,13 +26,13 @@ using mezzo::GradReducer;
 using mezzo::GradScaler;
 using test_support::message_of;
 
-at::Tensor leaf_number(double value) { return torch::full({3}, value).requires_grad_(); }
+at::Tensor make_leaf(double value) { return torch::full({3}, value).requires_grad_(); }
 
-TEST(ReducerReplacement, AReductionThatTakesTheOldOnesPlaceStays) {
-  const at::Tensor weight = leaf_number(1);
+TEST(ReducerReplacement, NewReducerSurvivesOldReducer) {
+  const at::Tensor weight = make_leaf(1);
   const std::vector<at::Tensor> parameters{weight};
   auto all_reduce = std::make_unique<GradReducer>(parameters, make_fake_backend(2));
-  // The new one is there before the old one goes.
+  // The new reducer is constructed before the old one is destroyed.
   std::vector<std::string> log;
   all_reduce =
       std::make_unique<GradReducer>(parameters, make_recording_backend(make_fake_backend(2), log));
@@ -44,8 +43,8 @@ TEST(ReducerReplacement, AReductionThatTakesTheOldOnesPlaceStays) {
   EXPECT_EQ(torch::autograd::impl::post_acc_grad_hooks(weight), nullptr);
 }
 
-TEST(ReducerReplacement, AParameterThatTwoReduceIsNamed) {
-  const at::Tensor shared = leaf_number(1), left = leaf_number(2), right = leaf_number(3);
+TEST(ReducerReplacement, TwoReducersOfOneParamThrow) {
+  const at::Tensor shared = make_leaf(1), left = make_leaf(2), right = make_leaf(3);
   const GradReducer first({left, shared}, make_fake_backend(2));
   (shared * left).sum().backward();
   const GradReducer second({right, shared}, make_fake_backend(2));
@@ -54,9 +53,9 @@ TEST(ReducerReplacement, AParameterThatTwoReduceIsNamed) {
                              testing::HasSubstr("on cpu) is reduced by another")));
 }
 
-/// As `train` leaves the weights of a small net with SGD: alone, and as one of 2 or 4 ranks.
-struct HardNetImpl : torch::nn::Module {
-  HardNetImpl() {
+/// A small net, whose weights after `train` with SGD must be equal for 1, 2 and 4 ranks.
+struct SmallNetImpl : torch::nn::Module {
+  SmallNetImpl() {
     torch::manual_seed(5);
     body = register_module("body", torch::nn::Linear(6, 8));
     head = register_module("head", torch::nn::Linear(8, 3));
@@ -69,39 +68,39 @@ struct HardNetImpl : torch::nn::Module {
   }
   torch::nn::Linear body{nullptr}, head{nullptr};
 };
-TORCH_MODULE(HardNet);
+TORCH_MODULE(SmallNet);
 
-using HardDdp = DistributedDataParallel<HardNet>;
-using HardTrain = std::function<void(HardNet&, std::unique_ptr<HardDdp>&, int ranks)>;
+using SmallDdp = DistributedDataParallel<SmallNet>;
+using HardTrain = std::function<void(SmallNet&, std::unique_ptr<SmallDdp>&, int ranks)>;
 
 void expect_same_as_alone(const HardTrain& train) {
-  std::vector<at::Tensor> wanted;
+  std::vector<at::Tensor> expected;
   for (const int ranks : {1, 2, 4}) {
-    HardNet net;
+    SmallNet net;
     auto ddp =
-        std::make_unique<HardDdp>(net, make_fake_backend(ranks),
-                                  mezzo::DistributedDataParallelOptions{.bucket_cap_bytes = 128});
+        std::make_unique<SmallDdp>(net, make_fake_backend(ranks),
+                                   mezzo::DistributedDataParallelOptions{.bucket_cap_bytes = 128});
     train(net, ddp, ranks);
     std::vector<at::Tensor> got;
     for (const at::Tensor& parameter : net->parameters()) got.push_back(parameter.detach().clone());
-    if (wanted.empty()) wanted = got;
+    if (expected.empty()) expected = got;
     for (std::size_t i = 0; i < got.size(); ++i) {
-      EXPECT_TRUE(torch::equal(wanted[i], got[i])) << "parameter " << i << ", ranks " << ranks;
+      EXPECT_TRUE(torch::equal(expected[i], got[i])) << "parameter " << i << ", ranks " << ranks;
     }
   }
 }
 
 const mezzo::optim::SGDOptions kSgd = mezzo::optim::SGDOptions(1e-2).momentum(0.9);
 
-TEST(ReducerReplacement, ANewDataParallelMayTakeTheOldOnesPlaceUnderTheOptimizer) {
-  expect_same_as_alone([](HardNet& net, std::unique_ptr<HardDdp>& ddp, int ranks) {
+TEST(ReducerReplacement, NewDdpUnderSameOptimizer) {
+  expect_same_as_alone([](SmallNet& net, std::unique_ptr<SmallDdp>& ddp, int ranks) {
     mezzo::optim::SGD optimizer(net->parameters(), kSgd);
     for (int64_t i = 0; i < 4; ++i) {
       if (i % 2 == 0) net->zero_grad();
       net->loss(i).backward();
       if (i == 1) {
-        ddp.reset(new HardDdp(net, make_fake_backend(ranks),
-                              mezzo::DistributedDataParallelOptions{.bucket_cap_bytes = 128}));
+        ddp.reset(new SmallDdp(net, make_fake_backend(ranks),
+                               mezzo::DistributedDataParallelOptions{.bucket_cap_bytes = 128}));
       }
       GradScaler scaler({.enabled = false});
       scaler.step(optimizer, {.max_norm = 0.5, .zero_grad = false});
@@ -109,8 +108,8 @@ TEST(ReducerReplacement, ANewDataParallelMayTakeTheOldOnesPlaceUnderTheOptimizer
   });
 }
 
-TEST(ReducerReplacement, TheOptimizerAndTheDataParallelMayGoInAnyOrder) {
-  expect_same_as_alone([](HardNet& net, std::unique_ptr<HardDdp>& ddp, int) {
+TEST(ReducerReplacement, OptimizerAndDdpDestroyedInAnyOrder) {
+  expect_same_as_alone([](SmallNet& net, std::unique_ptr<SmallDdp>& ddp, int) {
     auto optimizer = std::make_unique<mezzo::optim::SGD>(net->parameters(), kSgd);
     net->loss(0).backward();
     optimizer = std::make_unique<mezzo::optim::SGD>(net->parameters(), kSgd);
@@ -123,8 +122,8 @@ TEST(ReducerReplacement, TheOptimizerAndTheDataParallelMayGoInAnyOrder) {
   });
 }
 
-TEST(ReducerReplacement, GradientsMayBeClearedInEveryWay) {
-  expect_same_as_alone([](HardNet& net, std::unique_ptr<HardDdp>& ddp, int) {
+TEST(ReducerReplacement, EveryWayToZeroGrads) {
+  expect_same_as_alone([](SmallNet& net, std::unique_ptr<SmallDdp>& ddp, int) {
     mezzo::optim::SGD optimizer(net->parameters(), kSgd);
     for (int64_t i = 0; i < 14; ++i) {
       net->loss(i).backward();
@@ -150,7 +149,7 @@ TEST(ReducerReplacement, GradientsMayBeClearedInEveryWay) {
   });
 }
 
-TEST(ReducerReplacement, AModelThatIsCastUnderItsBucketsIsNamed) {
+TEST(ReducerReplacement, ThrowsForModelCastAfterConstruction) {
   for (const at::ScalarType dtype : {at::kBFloat16, at::kDouble}) {
     torch::nn::Linear net(3, 3);
     const GradReducer all_reduce(net->parameters(), make_fake_backend(2));
@@ -162,8 +161,8 @@ TEST(ReducerReplacement, AModelThatIsCastUnderItsBucketsIsNamed) {
   }
 }
 
-TEST(ReducerReplacement, WeightsMayBeLoadedInAnotherLayout) {
-  std::vector<at::Tensor> wanted;
+TEST(ReducerReplacement, LoadsWeightsInOtherMemoryFormat) {
+  std::vector<at::Tensor> expected;
   for (const int ranks : {1, 2, 4}) {
     torch::manual_seed(5);
     torch::nn::Conv2d conv(torch::nn::Conv2dOptions(3, 4, 3));
@@ -180,8 +179,8 @@ TEST(ReducerReplacement, WeightsMayBeLoadedInAnotherLayout) {
           .backward();
       optimizer.step();
     }
-    if (wanted.empty()) wanted = {conv->weight.detach().clone()};
-    EXPECT_TRUE(torch::allclose(wanted[0], conv->weight, 1e-6, 1e-7)) << ranks;
+    if (expected.empty()) expected = {conv->weight.detach().clone()};
+    EXPECT_TRUE(torch::allclose(expected[0], conv->weight, 1e-6, 1e-7)) << ranks;
   }
 }
 

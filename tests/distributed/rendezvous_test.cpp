@@ -1,4 +1,4 @@
-// Where the processes of a job meet: threads stand for them here.
+// Environment variables of launchers, and the rendezvous store, with threads as ranks.
 #include <torch/torch.h>
 //
 #include <mezzo/distributed/broadcast_parameters.h>
@@ -28,7 +28,7 @@ using test_support::message_of;
 using testing::HasSubstr;
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
-/// Variables of a launcher's, and none of another, until the end of the scope.
+/// Sets the variables of one launcher and unsets those of others in its scope.
 class Variables {
  public:
   explicit Variables(const std::map<std::string, std::string>& values) {
@@ -70,20 +70,20 @@ Values with_master(Values values) {
   return values;
 }
 
-TEST(DistributedEnvironment, ReadsWhatEachLauncherSets) {
+TEST(DistributedEnvironment, ReadsEveryLauncher) {
   const std::vector<Values> launchers = {
       {{"RANK", "5"}, {"WORLD_SIZE", "8"}, {"LOCAL_RANK", "1"}},
       {{"OMPI_COMM_WORLD_RANK", "5"},
        {"OMPI_COMM_WORLD_SIZE", "8"},
        {"OMPI_COMM_WORLD_LOCAL_RANK", "1"}},
       {{"SLURM_PROCID", "5"}, {"SLURM_NTASKS", "8"}, {"SLURM_LOCALID", "1"}},
-      // srun starts torchrun: the inner one counts.
+      // srun starts torchrun: the inner launcher takes precedence.
       {{"RANK", "5"},
        {"WORLD_SIZE", "8"},
        {"LOCAL_RANK", "1"},
        {"SLURM_PROCID", "0"},
        {"SLURM_NTASKS", "2"}},
-      // A WORLD_SIZE that is left in the shell is no launcher's.
+      // A WORLD_SIZE in the shell without RANK is ignored.
       {{"WORLD_SIZE", "3"}, {"SLURM_PROCID", "5"}, {"SLURM_NTASKS", "8"}, {"SLURM_LOCALID", "1"}}};
   for (const Values& values : launchers) {
     const Variables set(with_master(values));
@@ -98,7 +98,7 @@ TEST(DistributedEnvironment, ReadsWhatEachLauncherSets) {
   }
 }
 
-TEST(DistributedEnvironment, ReadsTorchrunsAgentAndKubernetesWithoutLocalRank) {
+TEST(DistributedEnvironment, ReadsAgentStoreAndDefaultsLocalRank) {
   const Variables set(with_master({{"RANK", "1"},
                                    {"WORLD_SIZE", "2"},
                                    {"TORCHELASTIC_USE_AGENT_STORE", "True"},
@@ -109,7 +109,7 @@ TEST(DistributedEnvironment, ReadsTorchrunsAgentAndKubernetesWithoutLocalRank) {
   EXPECT_EQ(environment.restart_count, 4);
 }
 
-TEST(DistributedEnvironment, NamesTheVariableThatIsMissingOrWrong) {
+TEST(DistributedEnvironment, ReportsMissingOrInvalidVariable) {
   const auto error_with = [](const Values& values) {
     const Variables set(values);
     return message_of([] { DistributedEnvironment::from_env(); });
@@ -152,7 +152,7 @@ std::vector<StorePtr> meet(const std::vector<DistributedEnvironment>& ranks) {
   return stores;
 }
 
-TEST(Rendezvous, RanksMeetAtTheStoreOfRankZero) {
+TEST(RendezvousStore, ConnectsAllRanksToRank0) {
   const int port = free_port();
   const auto stores = meet(
       {make_environment(0, 3, port), make_environment(1, 3, port), make_environment(2, 3, port)});
@@ -161,8 +161,8 @@ TEST(Rendezvous, RanksMeetAtTheStoreOfRankZero) {
   EXPECT_EQ(stores[2]->get_to_str("key"), "value");
 }
 
-// Takes a second: c10d looks whether all have come no more often than that.
-TEST(Rendezvous, WhoeverDoesNotComeIsMissedInTime) {
+// Takes a second: the polling interval of c10d.
+TEST(RendezvousStore, MissingRankThrowsWithinTimeout) {
   const auto start = std::chrono::steady_clock::now();
   EXPECT_NE(
       message_of([&] { mezzo::rendezvous_store(make_environment(0, 2, free_port()), 500ms); }),
@@ -170,7 +170,7 @@ TEST(Rendezvous, WhoeverDoesNotComeIsMissedInTime) {
   EXPECT_LT(std::chrono::steady_clock::now() - start, 10s);
 }
 
-TEST(Rendezvous, UnderTorchrunProcessesThatAreStartedAnewSeeNothingOfEarlierOnes) {
+TEST(RendezvousStore, TorchrunRestartUsesFreshKeys) {
   c10d::TCPStoreOptions options;
   options.isServer = true;
   options.port = 0;
@@ -188,7 +188,7 @@ TEST(Rendezvous, UnderTorchrunProcessesThatAreStartedAnewSeeNothingOfEarlierOnes
   EXPECT_EQ(second->get_to_str("key"), "new");
 }
 
-TEST(BroadcastParameters, RefuseANullGroup) {
+TEST(BroadcastParameters, ThrowsForNullBackend) {
   const mezzo::TensorsByName tensors = {{"weight", at::zeros({2})}};
   EXPECT_THAT(message_of([&] { mezzo::broadcast_parameters(tensors, nullptr); }),
               HasSubstr("broadcast_parameters: `backend` is null"));

@@ -1,6 +1,6 @@
-// One rank of a run over Gloo that is killed again and again: restart_program ddp|zero FOLDER
-// STEPS. Started by torchrun_restart_test.cpp under torchrun, or by multi_node_test.py, it goes on
-// from the last checkpoint in FOLDER, and says what it does, a line each, on stdout.
+// One rank of a run over Gloo that is killed and restarted: restart_program ddp|zero DIRECTORY
+// STEPS. Started by torchrun_restart_test.cpp under torchrun, or by multi_node_test.py. Resumes
+// from the last checkpoint in DIRECTORY, and logs its progress to stdout.
 #include <torch/torch.h>
 //
 #include <mezzo/distributed/checkpoint_manager.h>
@@ -33,7 +33,7 @@ constexpr int64_t kStepsBetweenFiles = 3;
 
 void say(const std::string& line) { std::cout << line + '\n' << std::flush; }
 
-/// Large enough that a good part of the time goes into saving.
+/// Large enough that saving takes a good part of the time.
 torch::nn::Sequential make_model() {
   torch::manual_seed(1);
   return torch::nn::Sequential(torch::nn::Linear(32, 512), torch::nn::Dropout(0.3),
@@ -48,7 +48,7 @@ std::string digest_of(const std::vector<at::Tensor>& tensors) {
   return mezzo::detail::crc32c_hex(bytes.data(), bytes.size());
 }
 
-/// `forward` and `optimizer` stand for either way to train together.
+/// Trains with either DistributedDataParallel or ShardedOptimizer.
 template <class Forward>
 void train(BackendPtr world, const std::filesystem::path& directory, int64_t steps,
            torch::nn::Sequential model, torch::optim::Optimizer& optimizer,
@@ -57,7 +57,7 @@ void train(BackendPtr world, const std::filesystem::path& directory, int64_t ste
   int64_t step = 0;
   mezzo::TrainingState state;
   state.add("model", model).add("optimizer", optimizer).add("scaler", scaler);
-  std::vector<at::Tensor> own{at::zeros({1'200'000})};  // of rank 1 it goes in two pieces
+  std::vector<at::Tensor> own{at::zeros({1'200'000})};  // 4.8 MB
   state.add("step", step).add_per_rank("own", own).add_rng_state();
   torch::manual_seed(static_cast<uint64_t>(100 + world->getRank()));
 
@@ -105,7 +105,7 @@ int run(const std::string& way, const std::filesystem::path& directory, int64_t 
 
 int main(int argc, char** argv) {
   if (argc != 4) {
-    std::cerr << "usage: restart_program ddp|zero FOLDER STEPS\n";
+    std::cerr << "usage: restart_program ddp|zero DIRECTORY STEPS\n";
     return 2;
   }
   at::set_num_threads(1);

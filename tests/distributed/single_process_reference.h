@@ -1,6 +1,6 @@
 /// \file
-/// One model, its batches, and one way to train it: by ranks that share each batch, and by one
-/// process that has all of it, which is what they are compared with.
+/// Trains a model on several ranks with a shard of each batch, and as reference in a single process
+/// with the whole batch.
 #pragma once
 
 #include <mezzo/distributed/distributed_data_parallel.h>
@@ -27,11 +27,11 @@ namespace single_process_reference {
 
 using distributed_test::BackendPtr;
 
-/// So that the model below takes several.
+/// Small, so that the model has several buckets.
 inline constexpr mezzo::GradReducerOptions kSmallBuckets{.bucket_cap_bytes = 1024};
 
-/// Sizes that no number of ranks divides, a weight in another memory format, two branches, a
-/// parameter that only some ranks use, one that nobody does, a frozen one, one without elements.
+/// Has sizes that no world size divides, a channels_last weight, two branches, a parameter that
+/// only rank 0 uses, an unused, a frozen and an empty one.
 struct ModelImpl : torch::nn::Module {
   explicit ModelImpl(at::ScalarType dtype = at::kFloat) {
     torch::manual_seed(3);
@@ -47,7 +47,7 @@ struct ModelImpl : torch::nn::Module {
     to(dtype);
   }
 
-  /// Rank 0 alone uses `sometimes`; odd ranks make the branches' gradients in the other order.
+  /// Only rank 0 uses `sometimes`; odd ranks compute the branches in reverse order.
   at::Tensor forward(const at::Tensor& x, int64_t rank) {
     const at::Tensor of_image = torch::tanh(conv->forward(x.to(frozen.scalar_type())).flatten(1));
     const at::Tensor first = (rank % 2 == 0 ? left : right)->forward(of_image);
@@ -64,13 +64,13 @@ TORCH_MODULE(Model);
 
 struct Batch {
   at::Tensor x, y;
-  Batch part(int64_t number, int64_t of) const {
-    return {x.chunk(of)[static_cast<std::size_t>(number)],
-            y.chunk(of)[static_cast<std::size_t>(number)]};
+  Batch part(int64_t index, int64_t num_parts) const {
+    return {x.chunk(num_parts)[static_cast<std::size_t>(index)],
+            y.chunk(num_parts)[static_cast<std::size_t>(index)]};
   }
 };
 
-/// Of rows for 1, 2, 3 and 4 ranks, with two micro-batches each.
+/// Batches that divide into two micro-batches for 1, 2, 3 and 4 ranks.
 inline std::vector<Batch> batches(int64_t count) {
   torch::manual_seed(11);
   std::vector<Batch> all;
@@ -80,20 +80,20 @@ inline std::vector<Batch> batches(int64_t count) {
   return all;
 }
 
-inline at::Tensor loss_of(Model model, const Batch& batch, int64_t rank) {
+inline at::Tensor compute_loss(Model model, const Batch& batch, int64_t rank) {
   return torch::mse_loss(model->forward(batch.x, rank).to(at::kFloat), batch.y);
 }
 
-/// The mean of the losses that ranks with a part of the batch each have.
-inline at::Tensor loss_of_ranks(Model model, const Batch& batch, int64_t ranks) {
+/// Mean loss over `ranks` shards of the batch.
+inline at::Tensor mean_loss_of_ranks(Model model, const Batch& batch, int64_t ranks) {
   at::Tensor loss = torch::zeros({});
   for (int64_t rank = 0; rank < ranks; ++rank) {
-    loss = loss + loss_of(model, batch.part(rank, ranks), rank);
+    loss = loss + compute_loss(model, batch.part(rank, ranks), rank);
   }
   return loss / ranks;
 }
 
-// --- A course of training ---
+// --- Training ---
 
 using MakeOptimizer =
     std::function<std::unique_ptr<torch::optim::Optimizer>(const std::vector<at::Tensor>&)>;
@@ -107,8 +107,8 @@ MakeOptimizer make_optimizer_factory(Options... options) {
 
 using StepFn = std::function<mezzo::StepResult(mezzo::GradScaler&, torch::optim::Optimizer&)>;
 
-/// What ranks and one process do alike.
-struct Course {
+/// Configuration of a run.
+struct TrainingConfig {
   MakeOptimizer optimizer;
   int64_t steps = 6;
   int64_t micro_batches = 1;
@@ -116,108 +116,110 @@ struct Course {
   StepFn step = [](auto& scaling, auto& stepped) {
     return scaling.step(stepped, {.max_norm = 0.5});
   };
-  /// A factor of a rank's loss in a step; none: 1.
+  /// Factor of the loss, by step and rank; null for 1.
   std::function<double(int64_t step, int64_t rank, int64_t ranks)> factor{};
-  /// All ranks have the whole batch, and are rank 0: averages of 1, 2 and 4 of them are exact.
-  bool are_alike = false;
+  /// All ranks compute rank 0's loss of the whole batch: averages over 1, 2 and 4 ranks are exact.
+  bool all_ranks_identical = false;
 };
 
-struct Outcome {
+struct TrainingResult {
   Model model;
   std::vector<double> norms{};
-  std::vector<double> decisions{};  ///< whether steps ran, and the scaler's state after them
+  std::vector<double> decisions{};  ///< applied() of each step, and the state of the scaler
 };
 
-/// `loss(batch, step)` is what one process differentiates, `no_sync` the guard of micro-batches
-/// before the last.
+/// `no_sync` returns the guard of micro-batches except the last.
 template <class Loss, class NoSync>
-void train(Outcome& outcome, const Course& of, torch::optim::Optimizer& optimizer, const Loss& loss,
-           const NoSync& no_sync) {
-  mezzo::GradScaler scaler(of.scaler);
+void train(TrainingResult& result, const TrainingConfig& config, torch::optim::Optimizer& optimizer,
+           const Loss& loss, const NoSync& no_sync) {
+  mezzo::GradScaler scaler(config.scaler);
   scaler.on_skip(nullptr);
-  const auto all = batches(of.steps);
-  for (int64_t step = 0; step < of.steps; ++step) {
-    outcome.model->zero_grad();
-    for (int64_t i = 0; i < of.micro_batches; ++i) {
+  const auto all = batches(config.steps);
+  for (int64_t step = 0; step < config.steps; ++step) {
+    result.model->zero_grad();
+    for (int64_t i = 0; i < config.micro_batches; ++i) {
       std::optional<decltype(no_sync())> guard;
-      if (i + 1 < of.micro_batches) guard.emplace(no_sync());
-      const Batch micro = all[static_cast<std::size_t>(step)].part(i, of.micro_batches);
-      scaler.scale(loss(micro, step) / of.micro_batches).backward();
+      if (i + 1 < config.micro_batches) guard.emplace(no_sync());
+      const Batch micro = all[static_cast<std::size_t>(step)].part(i, config.micro_batches);
+      scaler.scale(loss(micro, step) / config.micro_batches).backward();
     }
-    const auto result = of.step(scaler, optimizer);
+    const auto step_result = config.step(scaler, optimizer);
     scaler.update();
-    outcome.norms.push_back(result.grad_norm().value_or(-1));
-    outcome.decisions.push_back(result.applied() ? 1. : 0.);
-    for (const auto& [key, value] : scaler.state_dict()) outcome.decisions.push_back(value);
+    result.norms.push_back(step_result.grad_norm().value_or(-1));
+    result.decisions.push_back(step_result.applied() ? 1. : 0.);
+    for (const auto& [key, value] : scaler.state_dict()) result.decisions.push_back(value);
   }
 }
 
-/// The loss of rank `rank` of `ranks`.
-inline auto loss_of_rank(Model model, const Course& of, int64_t rank, int64_t ranks) {
+/// Returns the loss function of rank `rank` of `ranks`.
+inline auto make_rank_loss(Model model, const TrainingConfig& config, int64_t rank, int64_t ranks) {
   return [=](const Batch& batch, int64_t step) {
-    const at::Tensor loss =
-        of.are_alike ? loss_of(model, batch, 0) : loss_of(model, batch.part(rank, ranks), rank);
-    return of.factor ? loss * of.factor(step, rank, ranks) : loss;
+    const at::Tensor loss = config.all_ranks_identical
+                                ? compute_loss(model, batch, 0)
+                                : compute_loss(model, batch.part(rank, ranks), rank);
+    return config.factor ? loss * config.factor(step, rank, ranks) : loss;
   };
 }
 
-/// One process with the whole batches, where `ranks` ranks would have a part each.
-inline Outcome train_alone(const Course& of, int64_t ranks) {
-  Outcome outcome{Model()};
-  const auto optimizer = of.optimizer(outcome.model->parameters());
+/// Trains in a single process on the whole batches of `ranks` ranks.
+inline TrainingResult train_single_process(const TrainingConfig& config, int64_t ranks) {
+  TrainingResult result{Model()};
+  const auto optimizer = config.optimizer(result.model->parameters());
   const auto loss = [&](const Batch& batch, int64_t step) {
-    if (of.are_alike) {  // one stands for all, with the factors of all
-      at::Tensor one = loss_of(outcome.model, batch, 0);
-      for (int64_t rank = 0; of.factor && rank < ranks; ++rank) one *= of.factor(step, rank, ranks);
+    if (config.all_ranks_identical) {  // one stands for all, with the factors of all
+      at::Tensor one = compute_loss(result.model, batch, 0);
+      for (int64_t rank = 0; config.factor && rank < ranks; ++rank)
+        one *= config.factor(step, rank, ranks);
       return one;
     }
     at::Tensor sum = torch::zeros({});
     for (int64_t rank = 0; rank < ranks; ++rank) {
-      sum = sum + loss_of_rank(outcome.model, of, rank, ranks)(batch, step);
+      sum = sum + make_rank_loss(result.model, config, rank, ranks)(batch, step);
     }
     return sum / ranks;
   };
-  train(outcome, of, *optimizer, loss, [] { return 0; });
-  return outcome;
+  train(result, config, *optimizer, loss, [] { return 0; });
+  return result;
 }
 
-/// The ranks of `group` under a DistributedDataParallel; all end with the same bits.
-inline Outcome train_together(const Course& of, const BackendPtr& group) {
-  Outcome outcome{Model()};
-  mezzo::DistributedDataParallel ddp(outcome.model, group,
+/// Trains the ranks of `group` with DistributedDataParallel, and expects equal weights on all.
+inline TrainingResult train_on_ranks(const TrainingConfig& config, const BackendPtr& backend) {
+  TrainingResult result{Model()};
+  mezzo::DistributedDataParallel ddp(result.model, backend,
                                      {.bucket_cap_bytes = kSmallBuckets.bucket_cap_bytes});
-  const auto optimizer = of.optimizer(outcome.model->parameters());
-  train(outcome, of, *optimizer,
-        loss_of_rank(outcome.model, of, group->getRank(), group->getSize()),
+  const auto optimizer = config.optimizer(result.model->parameters());
+  train(result, config, *optimizer,
+        make_rank_loss(result.model, config, backend->getRank(), backend->getSize()),
         [&] { return ddp.no_sync(); });
-  distributed_test::expect_same_weights_on_all_ranks(group, outcome.model);
-  return outcome;
+  distributed_test::expect_equal_weights_on_all_ranks(backend, result.model);
+  return result;
 }
 
 // --- Comparisons ---
 
-/// `what` says where, should they differ.
+/// `what` is printed on failure.
 inline void expect_equal(Model model, Model other, const std::string& what) {
   for (const auto& item : model->named_parameters()) {
-    const at::Tensor wanted = other->named_parameters()[item.key()];
-    EXPECT_TRUE(at::equal(item.value(), wanted))
-        << what << ": " << item.key() << (item.value() - wanted).abs().max();
+    const at::Tensor expected = other->named_parameters()[item.key()];
+    EXPECT_TRUE(at::equal(item.value(), expected))
+        << what << ": " << item.key() << (item.value() - expected).abs().max();
   }
 }
 
 inline void expect_close(Model model, Model other, double tolerance) {
   for (const auto& item : model->named_parameters()) {
-    const at::Tensor wanted = other->named_parameters()[item.key()];
-    EXPECT_TRUE(at::allclose(item.value(), wanted, tolerance, tolerance))
-        << item.key() << (item.value() - wanted).abs().max();
+    const at::Tensor expected = other->named_parameters()[item.key()];
+    EXPECT_TRUE(at::allclose(item.value(), expected, tolerance, tolerance))
+        << item.key() << (item.value() - expected).abs().max();
   }
 }
 
-inline void expect_close(const Outcome& outcome, const Outcome& wanted, double tolerance) {
-  expect_close(outcome.model, wanted.model, tolerance);
-  ASSERT_EQ(outcome.norms.size(), wanted.norms.size());
-  for (std::size_t i = 0; i < wanted.norms.size(); ++i) {
-    EXPECT_NEAR(outcome.norms[i], wanted.norms[i], tolerance * wanted.norms[i]);
+inline void expect_close(const TrainingResult& result, const TrainingResult& expected,
+                         double tolerance) {
+  expect_close(result.model, expected.model, tolerance);
+  ASSERT_EQ(result.norms.size(), expected.norms.size());
+  for (std::size_t i = 0; i < expected.norms.size(); ++i) {
+    EXPECT_NEAR(result.norms[i], expected.norms[i], tolerance * expected.norms[i]);
   }
 }
 

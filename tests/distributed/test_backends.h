@@ -1,5 +1,5 @@
 /// \file
-/// The groups that tests of several processes run on, and their collectives in a word each.
+/// Backends of the multi-process tests, and blocking collectives.
 #pragma once
 
 #include <mezzo/distributed/detail/collectives.h>
@@ -28,15 +28,15 @@ namespace distributed_test {
 using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 using c10d::ReduceOp;
 
-/// Which transport the tests use: MEZZO_TEST_TRANSPORT is "mpi" (also where it is not set) or
-/// "gloo". mpirun starts the ranks in either case.
+/// Whether MEZZO_TEST_TRANSPORT is "gloo"; the default is "mpi". mpirun starts the ranks in both
+/// cases.
 inline bool is_over_gloo() {
   const char* const transport = std::getenv("MEZZO_TEST_TRANSPORT");
   return transport != nullptr && transport == std::string("gloo");
 }
 
 #if defined(USE_C10D_GLOO)
-/// A store that rank 0 serves on a port that is free, of which it tells the others.
+/// A store that rank 0 serves on a free port.
 inline c10::intrusive_ptr<c10d::Store> get_world_store() {
   int rank = 0;
   MPI_Comm_rank(MPI_COMM_WORLD, &rank);
@@ -54,12 +54,11 @@ inline c10::intrusive_ptr<c10d::Store> get_world_store() {
 }
 #endif
 
-/// A new group of the ranks of `communicator`, which all of them make together.
+/// Collective call: a new backend over `communicator`.
 inline BackendPtr make_backend(MPI_Comm communicator) {
   if (!is_over_gloo()) return c10::make_intrusive<mezzo::MpiBackend>(communicator);
 #if defined(USE_C10D_GLOO)
-  // One store for all groups: each connection looks up names, which takes a DNS time-out (5 s) now
-  // and then.
+  // One store for all backends: a new connection occasionally takes a DNS timeout (5 s).
   static const auto store = get_world_store();
   static int groups_made = 0;
   int rank = 0, size = 0, in_world = 0;
@@ -80,20 +79,22 @@ inline BackendPtr make_backend(MPI_Comm communicator) {
 
 inline BackendPtr make_world_backend() { return make_backend(MPI_COMM_WORLD); }
 
-// Collectives that wait; an all-reduce takes tensors in any memory format.
+// Blocking collectives; all_reduce accepts any memory format.
 
-inline void all_reduce(const BackendPtr& ranks, const at::Tensor& tensor, ReduceOp::RedOpType op) {
+inline void all_reduce(const BackendPtr& backend, const at::Tensor& tensor,
+                       ReduceOp::RedOpType op) {
   const c10::NoGradGuard no_grad;
   const at::Tensor flat = tensor.contiguous();
-  mezzo::detail::all_reduce(ranks, flat, op)->wait();
+  mezzo::detail::all_reduce(backend, flat, op)->wait();
   if (!flat.is_same(tensor)) at::Tensor(tensor).copy_(flat);
 }
-inline void broadcast(const BackendPtr& ranks, const at::Tensor& tensor, int root) {
-  mezzo::detail::broadcast(ranks, {tensor}, root);
+inline void broadcast(const BackendPtr& backend, const at::Tensor& tensor, int root) {
+  mezzo::detail::broadcast(backend, {tensor}, root);
 }
-inline void all_gather(const BackendPtr& ranks, const at::Tensor& output, const at::Tensor& input) {
-  mezzo::detail::all_gather(ranks, output, input);
+inline void all_gather(const BackendPtr& backend, const at::Tensor& output,
+                       const at::Tensor& input) {
+  mezzo::detail::all_gather(backend, output, input);
 }
-inline void barrier(const BackendPtr& ranks) { ranks->barrier()->wait(); }
+inline void barrier(const BackendPtr& backend) { backend->barrier()->wait(); }
 
 }  // namespace distributed_test

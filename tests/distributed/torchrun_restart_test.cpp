@@ -1,6 +1,6 @@
-// A run of two ranks under torchrun, which starts them anew each time that one is killed: it comes
-// to the weights of one that nobody disturbed. MEZZO_TORCHRUN and MEZZO_RESTART_PROGRAM are
-// commands; MEZZO_KILL_ROUNDS is how often it is killed, 3 times if not given.
+// Two ranks under torchrun, which restarts them when one is killed, end bitwise identical to an
+// uninterrupted run. MEZZO_TORCHRUN and MEZZO_RESTART_PROGRAM are commands; MEZZO_KILL_ROUNDS is
+// the number of kills (default 3).
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -34,13 +34,13 @@ constexpr int kRanks = 2;
 struct Outcome {
   int status = -1;
   int kills = 0;
-  std::vector<std::string> digests{};  ///< of the weights and each rank's own at the end, sorted
+  std::vector<std::string> digests{};  ///< of the final weights and per-rank tensors, sorted
   double longest_recovery = 0;         ///< seconds from a kill to the next step
   std::string printed{};
 };
 
-/// Runs to the end, and kills a rank in each of the first `kills` attempts, within a step after its
-/// fifth.
+/// Runs to the end, and kills a random rank after about five steps in each of the first `kills`
+/// attempts.
 Outcome run(const std::string& launcher, const std::string& way, const TempDir& directory,
             int steps, int kills) {
   const std::string command = "exec env OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo " +
@@ -65,7 +65,7 @@ Outcome run(const std::string& launcher, const std::string& way, const TempDir& 
     std::sscanf(line.c_str(), "saved %d", &saved);
     if (std::sscanf(line.c_str(), "from %d", &from) == 1) {
       did = 0;
-      EXPECT_GE(from, saved) << "only steps since the last file are lost";
+      EXPECT_GE(from, saved) << "only steps since the last checkpoint are lost";
     }
     if (line.starts_with("end ") || line.starts_with("own ")) outcome.digests.push_back(line);
     if (!line.starts_with("did ")) continue;
@@ -85,15 +85,15 @@ Outcome run(const std::string& launcher, const std::string& way, const TempDir& 
   return outcome;
 }
 
-/// The ways to launch and to train.
+/// Parameters: rendezvous and training mode.
 class TorchrunRestart : public testing::TestWithParam<std::pair<std::string, std::string>> {};
 
-TEST_P(TorchrunRestart, AtRandomMomentsAreRecoveredFromWithTheBitsOfAnUndisturbedRun) {
+TEST_P(TorchrunRestart, RandomKillsEndBitwiseIdentical) {
   if (std::system((std::string(MEZZO_TORCHRUN) + " --help > /dev/null 2>&1").c_str()) != 0) {
-    GTEST_SKIP() << "no torchrun that runs (pip install torch); " << MEZZO_TORCHRUN << " does not";
+    GTEST_SKIP() << "no working torchrun (pip install torch): " << MEZZO_TORCHRUN;
   }
-  const char* const wanted = std::getenv("MEZZO_KILL_ROUNDS");
-  const int kills = wanted == nullptr ? 3 : std::atoi(wanted);
+  const char* const kill_rounds = std::getenv("MEZZO_KILL_ROUNDS");
+  const int kills = kill_rounds == nullptr ? 3 : std::atoi(kill_rounds);
   const int steps = 3 * kills + 8;
   const auto& [rendezvous, way] = GetParam();
   const bool is_static = rendezvous == "Static";
@@ -112,12 +112,12 @@ TEST_P(TorchrunRestart, AtRandomMomentsAreRecoveredFromWithTheBitsOfAnUndisturbe
   EXPECT_EQ(outcome.status, 0);
   EXPECT_EQ(outcome.kills, kills);
   EXPECT_EQ(outcome.digests, undisturbed.digests);
-  EXPECT_LT(outcome.longest_recovery, 60.) << "seconds, in which the ranks met again";
+  EXPECT_LT(outcome.longest_recovery, 60.) << "seconds until all ranks had restarted";
   std::cout << outcome.kills << " kills, at most " << outcome.longest_recovery
             << " s until the next step\n";
 }
 
-INSTANTIATE_TEST_SUITE_P(Of, TorchrunRestart,
+INSTANTIATE_TEST_SUITE_P(Launchers, TorchrunRestart,
                          testing::Values(std::pair("Standalone", "ddp"),
                                          std::pair("Static", "zero")),
                          [](const auto& test) { return test.param.first + test.param.second; });

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Writes the C++ code blocks of Markdown pages as a translation unit, so that a compiler reads them.
+"""Writes the C++ code blocks of Markdown pages into a translation unit.
 
     blocks.py OUTPUT_FILE HAS_MPI PAGE...
 
 Each ```cpp block, and the new side of each ```diff block, becomes a function that is compiled and never called; a block that
-begins with a class, a template or a function becomes a namespace. What a page leaves out, such as `model` and `loader`, is
-declared in prelude.h beside this script, and a line of three dots is dropped. `#line` makes the compiler name page and line.
+begins with a class, a template or a function becomes a namespace. prelude.h declares the names that blocks assume, such as
+`model` and `loader`. A line of three dots is dropped. `#line` directives put page and line into the compiler's errors.
 Blocks that need MPI are left out unless HAS_MPI is 1.
 """
 
@@ -21,7 +21,7 @@ AT_NAMESPACE_SCOPE = re.compile(
 
 
 def blocks_of(page):
-    """(number of its first line, lines) of each C++ block; lines that a diff removes are empty."""
+    """(first line number, lines) of each C++ block; removed lines of a diff are empty."""
     found, language, first, lines = [], None, 0, []
     for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
         fence = FENCE.match(line)
@@ -36,19 +36,19 @@ def blocks_of(page):
         elif language is not None:
             lines.append(line)
     if language is not None:
-        sys.exit(f"{page}: the block that begins before line {first} has no end")
+        sys.exit(f"{page}: the code block at line {first - 1} has no end")
     return found
 
 
 def unit_text(page, first, lines):
-    """The includes of a block, and the block as a function or namespace."""
+    """The includes of a block, and its code as a function or namespace."""
     includes = [line for line in lines if INCLUDE.match(line)]
-    # Lines stay where they are, so that the compiler's numbers are the page's.
+    # Dropped lines stay as empty lines, so that line numbers match.
     body = ["" if INCLUDE.match(line) or DOTS.match(line) else line for line in lines]
     code = [line for line in body if line.strip() and not line.lstrip().startswith("//")]
     if not code:
         return includes, ""
-    # In a namespace of the page's, which prelude.h may give names of its own; `return status;` is taken too.
+    # prelude.h may declare names in the page's namespace. The function returns int, so that blocks may have `return status;`.
     name = re.sub(r"[^a-z0-9]", "_", page.stem.lower())
     opening = f"namespace docs::page_{name} {{ [[maybe_unused]] static int block_{first}() {{"
     if AT_NAMESPACE_SCOPE.match(code[0]):
@@ -69,7 +69,7 @@ def main():
             all_includes += (line.strip() for line in includes)
             texts.append(text)
     if not texts:
-        sys.exit("blocks.py: there is no C++ block in these pages")
+        sys.exit("blocks.py: no C++ blocks in these pages")
     source = "\n".join(['#include "prelude.h"', *dict.fromkeys(all_includes), *texts])
     pathlib.Path(output).write_text(source, encoding="utf-8")
 

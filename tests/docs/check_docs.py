@@ -1,22 +1,21 @@
 #!/usr/bin/env python3
-"""Checks that the documentation keeps what it promises.
+"""Checks the documentation.
 
-    check_docs.py links ROOT       every link inside the repository leads somewhere, headings included
-    check_docs.py readme ROOT      the README has at most 120 lines and begins with code; it and docs/install.md clone from the
-                                   address in CMakeLists.txt, and the citation has the present version
-    check_docs.py status ROOT      the README's table of what works where has the rows of tests/compat/results.md, and
-                                   docs/install.md begins with the versions of libtorch in it
-    check_docs.py errors ROOT      docs/errors.md has every message that a header can throw
-    check_docs.py errors ROOT --write    adds those that it lacks, and drops those that are gone
+    check_docs.py links ROOT            links inside the repository have a target, including headings
+    check_docs.py readme ROOT           the README has at most 110 lines and starts with code; it and docs/install.md clone from the
+                                        address in CMakeLists.txt; the citation has the current version
+    check_docs.py status ROOT           docs/install.md has the compatibility table of tests/compat/results.md, and begins with its
+                                        versions of libtorch
+    check_docs.py errors ROOT LIBTORCH  headings of docs/errors.md are messages of mezzo or libtorch
 
-Prints what is wrong, and exits with 1.
+Prints each fault, and exits with 1 if there is one.
 """
 
 import pathlib
 import re
 import sys
 
-MOST_LINES = 120
+MOST_LINES = 110
 
 LINK = re.compile(r"!?\[(?:[^\]\[]|\[[^\]]*\])*\]\(([^)\s]+)\)")
 FENCED = re.compile(r"^```.*?^```", re.M | re.S)
@@ -28,7 +27,7 @@ def pages_of(root):
 
 
 def anchors_of(page):
-    """The headings of a page as GitHub and MkDocs name them in links."""
+    """The anchors of a page's headings on GitHub and in MkDocs."""
     anchors = set()
     for heading in re.findall(r"^#+ (.+?)\s*$", FENCED.sub("", page.read_text(encoding="utf-8")), re.M):
         text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
@@ -59,9 +58,9 @@ def check_readme(root):
     faults = []
     lines = text.count("\n")
     if lines > MOST_LINES:
-        faults.append(f"README.md has {lines} lines; it has at most {MOST_LINES}: move what is over to docs/")
+        faults.append(f"README.md has {lines} lines; at most {MOST_LINES} are allowed; move some to docs/")
     if "```diff\n" not in text or text[:text.index("```diff\n")].count("\n") > 6:
-        faults.append("README.md: its first screen has no code")
+        faults.append("README.md: no diff block in its first lines")
     address = re.search(r'HOMEPAGE_URL "(.+?)"', (root / "CMakeLists.txt").read_text(encoding="utf-8"))[1]
     for name in ("README.md", "docs/install.md"):
         cloned = set(re.findall(r"(?:git clone|GIT_REPOSITORY) (\S+)", (root / name).read_text(encoding="utf-8")))
@@ -69,7 +68,7 @@ def check_readme(root):
             faults.append(f"{name} clones from {sorted(cloned)}; CMakeLists.txt has {address}")
     version = re.findall(r"define MEZZO_VERSION_[A-Z]+ (\d+)", (root / "include/mezzo/base/version.h").read_text())
     if f"version: {'.'.join(version)}\n" not in (root / "CITATION.cff").read_text(encoding="utf-8"):
-        faults.append(f"CITATION.cff: its version is not {'.'.join(version)}")
+        faults.append(f"CITATION.cff does not have version {'.'.join(version)}")
     for command in ("./bootstrap bert-ner", "./bootstrap test"):
         if command not in text:
             faults.append(f"README.md: {command} is missing")
@@ -77,147 +76,75 @@ def check_readme(root):
 
 
 def check_status(root):
-    readme, install, minimum = ((root / name).read_text(encoding="utf-8")
-                                for name in ("README.md", "docs/install.md", "cmake/MezzoTorch.cmake"))
+    install, minimum = ((root / name).read_text(encoding="utf-8") for name in ("docs/install.md", "cmake/MezzoTorch.cmake"))
     results = (root / "tests/compat/results.md").read_text(encoding="utf-8")
     rows = [line for line in results.split("\n\n")[1].splitlines() if line.startswith("| ")]
-    faults = [f"README.md lacks a row of tests/compat/results.md: {row}" for row in rows if row not in readme.splitlines()]
+    faults = [f"docs/install.md lacks a row of tests/compat/results.md: {row}" for row in rows if row not in install.splitlines()]
     libtorch = next((row for row in rows if row.startswith("| libtorch |")), "")
     tested = set(re.findall(r"\b\d+\.\d+", libtorch.rsplit("|", 2)[0]))
-    said = set(re.findall(r"\b2\.\d+", install.split("\n\n")[1]))
+    named = set(re.findall(r"\b2\.\d+", install.split("\n\n")[1]))
     wanted = {*tested, re.search(r"set\(MEZZO_MINIMUM_TORCH_VERSION (\S+)\)", minimum)[1]}
     if not tested:
-        faults.append("tests/compat/results.md: it has no version of libtorch that passes")
-    if said != wanted:
-        faults.append(f"docs/install.md begins with libtorch {sorted(said)}; accepted and tested are {sorted(wanted)}")
+        faults.append("tests/compat/results.md has no version of libtorch that passes")
+    if named != wanted:
+        faults.append(f"docs/install.md begins with libtorch {sorted(named)}; accepted and tested are {sorted(wanted)}")
     return faults
 
 
-# --- The messages of errors -------------------------------------------------------------------------------------------
+# --- docs/errors.md ---------------------------------------------------------------------------------------------------
 
-CALL = re.compile(r"\bTORCH_CHECK(?:_[A-Z]+)?\(")
-LITERAL = r'"((?:[^"\\]|\\.)*)"'
-ROW = re.compile(r"^\| `(.+?)` \| (.*) \|$")
-GAP = "…"
-
-
-def arguments_of(text, begin):
-    """The arguments of the call whose parenthesis opens before `begin`."""
-    arguments, current, depth, i = [], "", 1, begin
-    while depth:
-        character = text[i]
-        if character == '"':
-            end = re.compile(r'"(?:[^"\\]|\\.)*"').match(text, i).end()
-            current += text[i:end]
-            i = end
-            continue
-        if character == "'":
-            end = re.compile(r"'(?:[^'\\]|\\.)+'").match(text, i).end()
-            current += text[i:end]
-            i = end
-            continue
-        if text.startswith("//", i):
-            i = text.index("\n", i)
-            continue
-        depth += (character in "([{") - (character in ")]}")
-        if depth == 1 and character == ",":
-            arguments.append(current.strip())
-            current = ""
-        elif depth:
-            current += character
-        i += 1
-    return [*arguments, current.strip()]
+LITERAL = r'"(?:[^"\\]|\\.)*"'
+# What stands for inserted text in a heading: dots, quoted text, numbers, dtypes.
+INSERTED = re.compile(r"""\.\.\.|…|"[^"]*"|'[^']*'|`|\b[\d.]*\d\b|\b(?:BFloat16|Half|Float|float|Double)\b""")
 
 
-def messages_of(root):
-    """{room: messages}, what is put in at run time being a gap. Left out are messages that are all gap: those are made
-    elsewhere in the headers, of parts that no script can put together."""
-    rooms = {}
-    include = root / "include/mezzo"
-    for header in sorted(include.rglob("*")):
-        if header.suffix not in {".h", ".cuh"}:
-            continue
-        text = header.read_text(encoding="utf-8")
-        for call in CALL.finditer(text):
-            parts = []
-            for argument in arguments_of(text, call.end())[1:]:
-                is_literal = re.fullmatch(rf"(\s*{LITERAL}\s*)+", argument)
-                parts.append("".join(re.findall(LITERAL, argument)) if is_literal else GAP)
-            message = re.sub(f"{GAP}(\\s*{GAP})*", GAP, "".join(parts))
-            message = re.sub(r"\s+", " ", message.replace("\\n", " ").replace('\\"', '"')).strip()
-            message = message.replace("`", "").replace("|", "/")
-            if len(re.sub(rf"[{GAP}\W]", "", message)) > 8:
-                rooms.setdefault(header.relative_to(include).parts[0], {}).setdefault(message, None)
-    return {room: list(messages) for room, messages in rooms.items()}
+def message_headings(page):
+    """(line, text) of the headings that have no subheadings: each is an error message."""
+    text = FENCED.sub(lambda fence: "\n" * fence[0].count("\n"), page.read_text(encoding="utf-8"))
+    headings = [(number, len(found[1]), found[2]) for number, line in enumerate(text.splitlines(), 1)
+                if (found := re.match(r"(#+) (.+)$", line))]
+    levels = [level for _, level, _ in headings[1:]] + [0]
+    return [(number, heading) for (number, level, heading), next_level in zip(headings, levels) if next_level <= level]
 
 
-def rows_of(page):
-    return dict(row.groups() for row in map(ROW.match, page.read_text(encoding="utf-8").splitlines()) if row)
+def literals_of(root):
+    """The text of all string literals in mezzo's headers; adjacent literals are joined."""
+    texts = []
+    for source in sorted((root / "include/mezzo").rglob("*")):
+        if source.suffix in {".h", ".cuh", ".cu", ".cpp"}:
+            code = re.sub(r"^\s*//.*$", "", source.read_text(encoding="utf-8"), flags=re.M)
+            for run in re.finditer(rf"(?:{LITERAL}\s*)+", code):
+                texts.append("".join(literal[1:-1] for literal in re.findall(LITERAL, run[0])))
+    return re.sub(r"\s+", " ", "\n".join(texts).replace("\\n", " ").replace('\\"', '"'))
 
 
-IMPERATIVE = re.compile(r"""(add|begin|build|call|cast|change|choose|clip|clone\(\)|construct|copy|count|end|erase|freeze|give|hold|
-    initialise|keep|leave|let|link|load|make|move|name|pass|put|raise|read|register|run|save|set|start|step|take|time|train|unset|
-    update|use|write|(it|they)\ (should|must))\b""", re.X)
+def coverage(heading, has):
+    """The share of a heading's words that are in runs of three words, or as many as inserted text leaves together, with has(run)."""
+    total, covered = 0, 0
+    for part in INSERTED.split(heading):
+        words = part.strip(" ,;:()[]").split()
+        length = min(3, len(words))
+        runs = [i for i in range(len(words) - length + 1) if words and has(" ".join(words[i:i + length]))]
+        covered += len({i + j for i in runs for j in range(length)})
+        total += len(words)
+    return covered / total if total else 0
 
 
-def split(message):
-    """A message, and what it says itself is to be done; nothing where that is for a person to write."""
-    for mark in ("; ", ". In C++: ", ". ", ": "):
-        if mark in message:
-            words, remedy = (part.strip() for part in message.rsplit(mark, 1))
-            remedy = remedy.rstrip(".")
-            if IMPERATIVE.match(remedy[0].lower() + remedy[1:]) and len(remedy) > 8:
-                return words, remedy[0].upper() + remedy[1:] + "."
-    return message, ""
-
-
-def shown(messages):
-    """{what the page shows of a message: what the message says is to be done}. A message is shown without its remedy,
-    unless another one has the same words before a remedy of its own."""
-    rows = {}
-    for message in messages:
-        words, remedy = split(message)
-        alone = len({split(other)[1] for other in messages if split(other)[0] == words}) == 1
-        rows[words if alone and " " in words and len(re.sub(r"[^a-z]", "", words)) > 5 else message] = remedy
-    return rows
-
-
-def first_words(message):
-    """What a message is looked up by: its words from the first on that stand in every one of its kind."""
-    return re.sub(rf"^[{GAP}\W]+", "", message).lower()
-
-
-def errors_page(root, known):
-    introduction = re.split(r"\n## \w+/\n", (root / "docs/errors.md").read_text(encoding="utf-8"), maxsplit=1)[0].rstrip()
-    text = [introduction]
-    for room, messages in sorted(messages_of(root).items()):
-        text.append(f"\n## {room}/\n\n| message | what to do |\n|---|---|")
-        rows = shown(messages)
-        text += [f"| `{words}` | {known.get(words) or rows[words]} |" for words in sorted(rows, key=first_words)]
-    return "\n".join(text) + "\n"
-
-
-def check_errors(root, write):
-    page = root / "docs/errors.md"
-    known = rows_of(page)
-    if write:
-        page.write_text(errors_page(root, known), encoding="utf-8")
-        known = rows_of(page)
-    messages = {words for of_room in messages_of(root).values() for words in shown(of_room)}
-    faults = [f"docs/errors.md lacks the message `{message}`; run check_docs.py errors . --write"
-              for message in sorted(messages - known.keys())]
-    faults += [f"docs/errors.md has `{message}`, which nothing throws; run check_docs.py errors . --write"
-               for message in sorted(known.keys() - messages)]
-    faults += [f"docs/errors.md: say what to do about `{message}`" for message, remedy in known.items() if not remedy.strip()]
-    return faults if messages else ["no header throws anything"]
+def check_errors(root, torch):
+    """Each heading of docs/errors.md without subheadings is a message of mezzo's headers or of libtorch's libraries."""
+    mezzo = literals_of(root)
+    libtorch = [(torch / "lib" / name).read_bytes() for name in ("libtorch_cpu.so", "libc10.so")]
+    headings = message_headings(root / "docs/errors.md")
+    faults = [f"docs/errors.md:{number}: neither mezzo nor libtorch throws: {heading}" for number, heading in headings
+              if coverage(heading, lambda run: run in mezzo) < 0.6
+              and coverage(heading, lambda run: any(run.encode() in library for library in libtorch)) < 0.6]
+    return faults if headings else ["docs/errors.md has no headings"]
 
 
 def main():
-    what, root = sys.argv[1], pathlib.Path(sys.argv[2]).resolve()
-    if what == "errors":
-        faults = check_errors(root, "--write" in sys.argv)
-    else:
-        faults = {"links": check_links, "readme": check_readme, "status": check_status}[what](root)
+    what, root, *more = sys.argv[1], *(pathlib.Path(argument).resolve() for argument in sys.argv[2:])
+    checks = {"links": check_links, "readme": check_readme, "status": check_status, "errors": check_errors}
+    faults = checks[what](root, *more)
     print("\n".join(faults))
     return 1 if faults else 0
 

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Checks the built site: every link, picture, script and anchor of every page leads somewhere, and nothing comes from a network.
+"""Checks that links, images, scripts and anchors of the built site resolve, and that no page loads anything from a network.
 
-    check_site.py FOLDER PATH      the folder that docs/site/build has made (build/docs/site), and the path of its
-                                   address (/mezzo/), which links of the 404 page begin with
+    check_site.py DIRECTORY PATH    the output of docs/site/build (build/docs/site), and the path of its URL (/mezzo/), with which
+                                    links of the 404 page begin
 
-Prints what is wrong, and exits with 1.
+Prints each fault, and exits with 1 if there is one.
 """
 
 import html.parser
@@ -13,7 +13,7 @@ import re
 import sys
 import urllib.parse
 
-# What a page fetches by itself, as against what a reader clicks on.
+# Attributes that a browser loads without a click.
 FETCHED = {("script", "src"), ("img", "src"), ("link", "href"), ("iframe", "src"), ("source", "src")}
 
 
@@ -61,7 +61,7 @@ def check(site, root):
                 faults.append(f"{name}: {link} does not exist in the site")
             elif target in pages and not {anchor, urllib.parse.unquote(anchor)} & pages[target].anchors:
                 faults.append(f"{name}: {link} has no such anchor")
-    print(f"{len(pages)} pages, {count} links, {len(faults)} dead")
+    print(f"{len(pages)} pages, {count} links, {len(faults)} faults")
     return faults if count else [f"{site}: no page has a link"]
 
 

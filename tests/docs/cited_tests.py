@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
-"""cited_tests.py PAGE BUILD_FOLDER PROGRAM... [--not-built FOLDER...]: every test that the tables of PAGE name is run.
+"""Checks that the tests cited in the tables of a page exist.
 
-Each row names at least one in its last cell, as `Suite.Test` or as ctest knows it. Known are the tests that the programs list and
-those of ctest; of folders that are not built here, what their sources declare.
+    cited_tests.py PAGE BUILD_DIRECTORY PROGRAM... [--not-built DIRECTORY...]
+
+The last cell of each row cites at least one test, as `Suite.Test` or by its name in ctest. A test exists if a program lists it, if
+ctest lists it, or if a source in a directory of --not-built declares it.
 """
 import argparse
 import re
@@ -11,14 +13,14 @@ import sys
 from pathlib import Path
 
 
-def said_by(*command: str | Path) -> str:
+def output_of(*command: str | Path) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def tests_of(program: Path) -> set[str]:
-    """Its tests, without what a parameter adds to their names."""
+    """The tests of a program, without the names of parameters."""
     names, suite = set(), ""
-    for line in said_by(program, "--gtest_list_tests").splitlines():
+    for line in output_of(program, "--gtest_list_tests").splitlines():
         word = line.split("#")[0].strip()
         if not line.startswith(" "):
             suite = re.sub(r"^\w+/(?=\w*[A-Z])|/\w+(?=\.$)", "", word)
@@ -35,7 +37,7 @@ def declared_in(folder: Path) -> set[str]:
 
 
 def rows_of(page: Path) -> list[tuple[int, str]]:
-    """Rows of tables, without the line of headings and the one below it."""
+    """The rows of the page's tables, without their header."""
     lines = page.read_text().splitlines()
     below = [*lines[1:], ""]
     return [(number, line) for number, (line, next_line) in enumerate(zip(lines, below), start=1)
@@ -49,16 +51,16 @@ def main() -> None:
     parser.add_argument("programs", type=Path, nargs="+")
     parser.add_argument("--not-built", type=Path, nargs="*", default=[])
     options = parser.parse_args()
-    known = set(re.findall(r"Test +#\d+: ([\w/.]+)", said_by("ctest", "-N", "--test-dir", options.build)))
+    known = set(re.findall(r"Test +#\d+: ([\w/.]+)", output_of("ctest", "-N", "--test-dir", options.build)))
     known |= {re.sub(r"(\.\w+)\.\w+$", r"\1", name) for name in known}
     known = known.union(*map(tests_of, options.programs), *map(declared_in, options.not_built))
     rows = rows_of(options.page)
-    errors = [] if rows else [f"{options.page}: there is no table"]
+    errors = [] if rows else [f"{options.page}: no table"]
     for number, row in rows:
         named = re.findall(r"`([^`]+)`", row.strip().strip("|").split(" | ")[-1])
         if not named:
-            errors.append(f"{options.page}:{number}: a row ends with its tests")
-        errors += [f"{options.page}:{number}: no test {name} is run" for name in named if name not in known]
+            errors.append(f"{options.page}:{number}: the last cell must cite a test")
+        errors += [f"{options.page}:{number}: there is no test {name}" for name in named if name not in known]
     sys.exit("\n".join(errors) or 0)
 
 

@@ -1,5 +1,5 @@
-// What the code blocks of README.md and docs/ take for granted: a model, its optimizer, batches.
-// Declared and not defined, for the blocks are compiled and not run.
+// Declares the names that code blocks of README.md and docs/ assume: a model, its optimizer,
+// batches. They are not defined, since the blocks are compiled and not run.
 #pragma once
 
 #include <mezzo/autocast.h>
@@ -39,7 +39,7 @@ struct Batch {
 extern Net model, net_d, net_g, block, body, embedding;
 extern std::vector<Batch> batches;
 extern std::vector<Batch>* loader;
-extern std::vector<Batch>* part_of_this_rank;
+extern std::vector<Batch>* rank_loader;
 extern Batch batch, first_batch, last_batch;
 extern torch::Tensor x, y, loss, weight, copy, inv_scale;
 extern torch::nn::CrossEntropyLoss criterion;
@@ -50,14 +50,14 @@ extern mezzo::optim::AdamW optimizer, opt_d, opt_g;
 extern torch::optim::SGD sgd;
 extern mezzo::LinearSchedule schedule;
 extern mezzo::StepResult result;
-extern mezzo::AutocastOptions setting;
+extern mezzo::AutocastOptions options;
 extern const mezzo::OpOverrides overrides;
 extern c10::intrusive_ptr<c10d::Backend> world;
 extern mezzo::DistributedDataParallel<Net> ddp;
 
 extern std::int64_t step, epoch, accumulate;
 
-// Pages with names of their own.
+// Names of single pages.
 namespace page_cuda {
 struct Graph {
   void capture_begin();

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Names the public classes and members without a sentence of their own in the API reference.
+"""Prints public classes and members without documentation, and exits with 1 if there is one.
 
-    undocumented.py ROOT DOXYGEN FOLDER      exits with 1 if there is one; FOLDER is for what Doxygen writes
+    undocumented.py ROOT DOXYGEN OUTPUT_DIRECTORY
 """
 
 import pathlib
@@ -17,7 +17,7 @@ WARN_AS_ERROR = NO
 """
 pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
 run = subprocess.run([doxygen, "-"], input=settings, cwd=root, capture_output=True, text=True, check=True)
-bare = sorted({line for line in run.stderr.splitlines() if line.endswith("is not documented.")})
-print("\n".join(bare))
-if bare or not (root / "include/mezzo/mezzo.h").exists():
+undocumented = sorted({line for line in run.stderr.splitlines() if line.endswith("is not documented.")})
+print("\n".join(undocumented))
+if undocumented or not (root / "include/mezzo/mezzo.h").exists():
     sys.exit(1)

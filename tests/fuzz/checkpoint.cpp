@@ -21,7 +21,7 @@
 namespace fuzz {
 namespace {
 
-/// A run with one object of each kind.
+/// A training state with an object of each kind.
 struct Run {
   torch::nn::Linear model{3, 2};
   mezzo::optim::AdamW optimizer{model->parameters(), 0.1};
@@ -31,30 +31,30 @@ struct Run {
   double best = 0.5;
   std::string note = "first";
   at::Tensor order = at::arange(5);
-  std::vector<at::Tensor> kept{at::arange(3), at::arange(4).to(at::kFloat)};
+  std::vector<at::Tensor> tensors{at::arange(3), at::arange(4).to(at::kFloat)};
   mezzo::TrainingState state;
 
   Run() {
     for (auto& parameter : model->parameters()) parameter.mutable_grad() = at::ones_like(parameter);
     optimizer.step();
-    schedule.step();  // the rates that a file shows are those of its step
+    schedule.step();  // the saved learning rates are those of this step
     state.add("model", model).add("optimizer", optimizer).add("schedule", schedule);
     state.add("scaler", scaler).add("epoch", epoch).add("best", best).add("note", note);
-    state.add("order", order).add("kept", kept).add_rng_state();
+    state.add("order", order).add("tensors", tensors).add_rng_state();
   }
 };
 
-std::string bytes_of(Run& run, const std::filesystem::path& folder) {
-  mezzo::CheckpointManager checkpoints(folder, {.keep = 1});
+std::string bytes_of(Run& run, const std::filesystem::path& directory) {
+  mezzo::CheckpointManager checkpoints(directory, {.max_to_keep = 1});
   const auto saved = checkpoints.save(run.state, 7);
   std::string bytes = test_support::read_file(saved.path);
   std::filesystem::remove(saved.path);
   return bytes;
 }
 
-/// The bytes of a whole file with those changes that `edits` says: at an offset of two bytes, so
-/// many bytes of the file are replaced by so many that follow.
-std::string edited(std::string file, std::string_view edits) {
+/// Applies `edits`, each an offset in two bytes, the number of removed bytes, the number of added
+/// bytes, and the added bytes.
+std::string apply_edits(std::string file, std::string_view edits) {
   while (!edits.empty()) {
     const std::size_t high = take_byte(edits), low = take_byte(edits);
     const std::size_t offset = (high * 256 + low) % (file.size() + 1);
@@ -65,7 +65,8 @@ std::string edited(std::string file, std::string_view edits) {
   return file;
 }
 
-std::string with_crc(std::string file) {
+/// Recomputes the CRC at the end of a file.
+std::string with_valid_crc(std::string file) {
   if (file.size() < mezzo::detail::kCrcDigits) return file;
   file.resize(file.size() - mezzo::detail::kCrcDigits);
   return file + mezzo::detail::crc_to_hex(mezzo::detail::crc32c(file.data(), file.size(), 0));
@@ -73,30 +74,29 @@ std::string with_crc(std::string file) {
 
 }  // namespace
 
-/// Damage to a checkpoint: whole bytes of a file, or edits to one that is whole. It loads, or it is
-/// refused and nothing has changed. With a new CRC-32C it is a forgery, which may load other
-/// values.
+/// A checkpoint: bytes of a file, or edits of a valid one. Either loading throws and changes nothing,
+/// or the file is the valid one, or its CRC-32C was recomputed, so that it may load other values.
 void checkpoint(std::string_view bytes) {
   static const test_support::TempDir temp_dir;
   static auto run = std::make_unique<Run>();
   static const std::string whole = bytes_of(*run, temp_dir.path());
-  const unsigned char way = take_byte(bytes);
-  const bool is_forged = way / 2 % 2 == 1;
-  std::string file = way % 2 == 0 ? edited(whole, bytes) : std::string(bytes);
-  if (is_forged) file = with_crc(file);
+  const unsigned char mode = take_byte(bytes);
+  const bool has_valid_crc = mode / 2 % 2 == 1;
+  std::string file = mode % 2 == 0 ? apply_edits(whole, bytes) : std::string(bytes);
+  if (has_valid_crc) file = with_valid_crc(file);
   const auto path = temp_dir.path() / "checkpoint.pt";
   test_support::write_file(path, file);
   try {
     mezzo::load_checkpoint(path, run->state);
-    require(file == whole || is_forged, "every change is noticed");
+    require(file == whole || has_valid_crc, "a changed file does not load");
   } catch (const c10::Error&) {
   }
-  if (is_forged) {  // it was loaded, or an object refused what had passed the checks
+  if (has_valid_crc) {  // it was loaded, at least in part
     run = std::make_unique<Run>();
     test_support::write_file(path, whole);
     mezzo::load_checkpoint(path, run->state);
   }
-  require(bytes_of(*run, temp_dir.path()) == whole, "a file that is refused changes nothing");
+  require(bytes_of(*run, temp_dir.path()) == whole, "a file that does not load changes nothing");
 }
 
 }  // namespace fuzz

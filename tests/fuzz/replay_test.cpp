@@ -1,4 +1,4 @@
-// What fuzzing has found in the library's readers, once more: tests/fuzz/run finds new cases.
+// Runs each fuzz target on the inputs in corpus/. tests/fuzz/run finds new inputs.
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -17,11 +17,10 @@ namespace {
 
 using testing::IsEmpty;
 
-/// Gives `target` every input that is kept for it in corpus/. It ends the process at the first that
-/// it does not survive.
-/// \returns the inputs that it did not read: those at which it threw, or that there is none
-std::vector<std::string> unread(std::string_view name, void (*target)(std::string_view)) {
-  std::vector<std::string> failed = {"no input is kept in corpus/" + std::string(name)};
+/// Calls `target` with each input in corpus/NAME.
+/// \returns a message for each input at which it threw, or if there is no input
+std::vector<std::string> failed_inputs(std::string_view name, void (*target)(std::string_view)) {
+  std::vector<std::string> failed = {"no inputs in corpus/" + std::string(name)};
   for (const auto& entry :
        std::filesystem::directory_iterator(std::filesystem::path(MEZZO_FUZZ_CORPUS) / name)) {
     failed.front().clear();
@@ -36,7 +35,7 @@ std::vector<std::string> unread(std::string_view name, void (*target)(std::strin
 }
 
 TEST(FuzzCorpus, CheckpointInputsLoadOrThrow) {
-  EXPECT_THAT(unread("checkpoint", fuzz::checkpoint), IsEmpty());
+  EXPECT_THAT(failed_inputs("checkpoint", fuzz::checkpoint), IsEmpty());
 }
 TEST(FuzzCorpus, PickleInputsLoadOrThrow) {
   fuzz::pickle("");
@@ -51,11 +50,13 @@ TEST(FuzzCorpus, PickleInputsLoadOrThrow) {
   }
 }
 TEST(FuzzCorpus, OpOverrideInputsParseOrThrow) {
-  EXPECT_THAT(unread("policy", fuzz::policy), IsEmpty());
+  EXPECT_THAT(failed_inputs("op_overrides", fuzz::op_overrides), IsEmpty());
 }
 TEST(FuzzCorpus, ScalerStateInputsLoadOrThrow) {
-  EXPECT_THAT(unread("scaler_state", fuzz::scaler_state), IsEmpty());
+  EXPECT_THAT(failed_inputs("scaler_state", fuzz::scaler_state), IsEmpty());
 }
-TEST(FuzzCorpus, FlagInputsParseOrThrow) { EXPECT_THAT(unread("words", fuzz::words), IsEmpty()); }
+TEST(FuzzCorpus, FlagInputsParseOrThrow) {
+  EXPECT_THAT(failed_inputs("flags", fuzz::flags), IsEmpty());
+}
 
 }  // namespace

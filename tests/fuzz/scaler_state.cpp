@@ -26,7 +26,7 @@ using StateDict = mezzo::GradScaler::StateDict;
 double take_number(std::string_view& bytes) {
   std::uint64_t bits = 0;
   switch (const unsigned char kind = take_byte(bytes); kind % 4) {
-    case 0:  // any double, NaN and the denormal ones too
+    case 0:  // any double, including NaN and subnormal numbers
       for (int i = 0; i < 8; ++i) bits = bits << 8 | take_byte(bytes);
       break;
     case 1:  // a power of two
@@ -44,9 +44,9 @@ double take_number(std::string_view& bytes) {
 StateDict take_state(std::string_view& bytes) {
   StateDict state = mezzo::GradScaler().state_dict();
   constexpr std::array<const char*, 11> kKeys{
-      "scale",        "growth_factor", "backoff_factor", "growth_interval",     "_growth_tracker",
-      "min_scale",    "max_scale",     "hysteresis",     "_hysteresis_tracker", "_loss_scale_mode",
-      "no key of its"};
+      "scale",      "growth_factor", "backoff_factor", "growth_interval",     "_growth_tracker",
+      "min_scale",  "max_scale",     "hysteresis",     "_hysteresis_tracker", "_loss_scale_mode",
+      "unknown key"};
   for (int edits = take_byte(bytes) % 16; edits > 0; --edits) {
     const unsigned char which = take_byte(bytes);
     const char* const key = kKeys[which % kKeys.size()];
@@ -73,52 +73,52 @@ at::Tensor take_tensor(std::string_view& bytes, double value) {
   return at::full(sizes, value, at::kDouble).to(dtype);
 }
 
-bool same(const StateDict& left, const StateDict& right) {
+bool bitwise_equal(const StateDict& left, const StateDict& right) {
   return left.size() == right.size() &&
          std::equal(left.begin(), left.end(), right.begin(), [](const auto& a, const auto& b) {
            return a.first == b.first && std::memcmp(&a.second, &b.second, sizeof(double)) == 0;
          });
 }
 
-/// Steps of which the bytes say whether they overflow.
+/// Steps whose overflow is decided by the bytes.
 void train(mezzo::GradScaler& scaler, std::string_view bytes) {
   const auto weight = at::zeros({2}).requires_grad_();
   torch::optim::SGD optimizer({weight}, torch::optim::SGDOptions(1e-30));
   const auto before = scaler.state_dict();
   for (int i = 0; i < 12; ++i) {
     const double scale = scaler.get_scale();
-    // A floor of 0 is torch's, whose scale may end there.
+    // A min_scale of 0 is torch's, whose scale may underflow to 0.
     require(std::isfinite(scale) && (scale > 0 || before.at("min_scale") == 0),
-            "a scale is finite, and positive above a floor that is");
+            "the scale is finite, and positive if min_scale is");
     require(scale >= before.at("min_scale") || scale <= before.at("max_scale"),
-            "a scale does not leave its bounds on both sides");
+            "the scale is within its bounds");
     const bool is_bad = take_byte(bytes) % 2 == 1;
     weight.mutable_grad() =
         at::full({2}, is_bad ? std::numeric_limits<double>::quiet_NaN() : 0.0, at::kFloat);
     static_cast<void>(scaler.scale(at::zeros({})));
     scaler.step(optimizer);
     scaler.update();
-    require(at::isfinite(weight).all().item<bool>(), "a bad gradient reaches no weight");
+    require(at::isfinite(weight).all().item<bool>(), "no weight is inf or NaN");
   }
 }
 
 }  // namespace
 
-/// A state dictionary, and an archive of it. What is refused changes
-/// nothing; what is taken is a scaler that trains.
+/// A state dict, or an archive of it. If it does not load, nothing changes. The scaler trains in
+/// any case.
 void scaler_state(std::string_view bytes) {
-  const unsigned char way = take_byte(bytes);
+  const unsigned char mode = take_byte(bytes);
   mezzo::GradScaler scaler;
   scaler.on_skip(nullptr);
-  if (way % 2 == 1) static_cast<void>(scaler.scale(at::zeros({})));  // the state lies on a device
-  if (way % 2 == 1) scaler.set_growth_interval(7);
+  if (mode % 2 == 1) static_cast<void>(scaler.scale(at::zeros({})));  // the state is on a device
+  if (mode % 2 == 1) scaler.set_growth_interval(7);
   const StateDict before = scaler.state_dict();
   const StateDict state = take_state(bytes);
-  bool is_taken = true;
+  bool is_loaded = true;
   try {
     std::map<std::string, at::Tensor> tensors;
     for (const auto& [key, value] : state) tensors[key] = take_tensor(bytes, value);
-    switch (way / 2 % 4) {
+    switch (mode / 2 % 4) {
       case 0:
       case 1:
         scaler.load_state_dict(state);
@@ -126,7 +126,7 @@ void scaler_state(std::string_view bytes) {
       default: {
         torch::serialize::OutputArchive output;
         for (const auto& [key, tensor] : tensors) {
-          if (tensor.defined() && key != "no key of its") output.write(key, tensor, true);
+          if (tensor.defined() && key != "unknown key") output.write(key, tensor, true);
         }
         std::stringstream stream;
         output.save_to(stream);
@@ -136,10 +136,11 @@ void scaler_state(std::string_view bytes) {
       }
     }
   } catch (const c10::Error&) {
-    is_taken = false;
+    is_loaded = false;
   }
-  if (!is_taken) {
-    require(same(scaler.state_dict(), before), "a state that is refused changes nothing");
+  if (!is_loaded) {
+    require(bitwise_equal(scaler.state_dict(), before),
+            "a state that does not load changes nothing");
   }
   train(scaler, bytes);
 }

@@ -1,44 +1,45 @@
 #!/usr/bin/env python3
-"""What fuzzing begins with: small good inputs of each target, and the words that its reader knows.
+"""Writes initial inputs and a dictionary for each fuzz target.
 
-  seeds.py FOLDER     writes FOLDER/TARGET/ and FOLDER/TARGET.dict
+    seeds.py DIRECTORY     writes DIRECTORY/TARGET/ and DIRECTORY/TARGET.dict
 """
 import pathlib
 import sys
 
 SEEDS = {
-    # Edits: an offset in two bytes, how many bytes go, how many come. 1: a whole file. 2: with a new CRC.
+    # 0 and edits (offset in two bytes, number of removed bytes, number of added bytes, added bytes), 1 and a file, or 2 and edits with
+    # a valid CRC.
     "checkpoint": [b"\0", b"\0\x01\x00\x01\x01x", b"\0\x02\x00\x00\x04abcd", b"\0\x05\x00\x07\x00", b"\1", b"\2",
                    b"\1PK\x03\x04", b"\0\x10\x00\xff\x00", b"\2\x10\x00\xff\x00", b"\2\x01\x00\x01\x01x"],
-    # A class, a class that loads, and decisions, of which 0 is what a valid file has.
+    # The saved class, the loaded class, and decisions; a decision of 0 writes a valid part.
     "pickle": [bytes([i, second]) + bytes(300) for i in range(13) for second in (0, 7, 200)],
-    "policy": [b"# mine\nallow aten::softmax.int aten::exp\ndeny bmm\npromote aten::cat # so\nignore mv\n",
+    "op_overrides": [b"# mine\nallow aten::softmax.int aten::exp\ndeny bmm\npromote aten::cat # so\nignore mv\n",
                b"deny binary_cross_entropy\nallow linear\r\n",
                b"fp32_append_dtype aten::norm.Scalar\n", b"deny aten::bmn\n"],
     "scaler_state": [bytes([way, 3, 0, 1, 140, 3, 2, 9, 5, 1, 120]) + bytes(range(40)) for way in range(8)],
-    "words": [b"\0params=float32,compute=bfloat16,output=float32", b"\0p=f32,c=bf16,o=f32", b"\0half", b"\1O2,128.0",
+    "flags": [b"\0params=float32,compute=bfloat16,output=float32", b"\0p=f32,c=bf16,o=f32", b"\0half", b"\1O2,128.0",
               b"\1O1_bf16,dynamic", b"\2\0auto", b"\2\1bf16", b"\2\0fp16", b"\2\0off", b"\3float16"],
 }
 
 WORDS = {
     "checkpoint": ["PK\x03\x04", "mezzo checkpoint, format 2", "\x80\x02"],
     "pickle": ["\xf4", "\xf5", "\xf6", "\xf7", "\xf8", "\xff"],
-    "policy": ["allow ", "deny ", "promote ", "ignore ", "fp32 ", "aten::", "softmax",
+    "op_overrides": ["allow ", "deny ", "promote ", "ignore ", "fp32 ", "aten::", "softmax",
                ".int", "bmm", "cat", "add_", "binary_cross_entropy", "#"],
     "scaler_state": ["\x00\x7f\xf0"],
-    "words": ["params", "compute", "output", "float32", "bfloat16", "float64", "half", "O0", "O3", "_bf16", "dynamic",
+    "flags": ["params", "compute", "output", "float32", "bfloat16", "float64", "half", "O0", "O3", "_bf16", "dynamic",
               "1e38", "inf", "nan", "auto", "65536", "2147483648", "9223372036854775807"],
 }
 
 
 def main():
-    folder = pathlib.Path(sys.argv[1])
+    directory = pathlib.Path(sys.argv[1])
     for target, inputs in SEEDS.items():
-        (folder / target).mkdir(parents=True, exist_ok=True)
-        for i, one in enumerate(inputs):
-            (folder / target / f"seed-{i}").write_bytes(one)
+        (directory / target).mkdir(parents=True, exist_ok=True)
+        for i, data in enumerate(inputs):
+            (directory / target / f"seed-{i}").write_bytes(data)
         lines = ['"' + "".join(f"\\x{byte:02x}" for byte in word.encode("latin-1")) + '"' for word in WORDS[target]]
-        (folder / f"{target}.dict").write_text("".join(line + "\n" for line in lines))
+        (directory / f"{target}.dict").write_text("".join(line + "\n" for line in lines))
 
 
 main()

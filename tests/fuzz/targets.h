@@ -1,10 +1,9 @@
 /// \file
-/// What is fuzzed: each reader of text or files that a stranger wrote, as a function of bytes.
+/// Fuzz targets: functions of bytes that call a parser of untrusted files or text.
 ///
-/// A target returns for whatever it is given, and lets out no exception: the errors that the reader
-/// documents are caught, every other one ends the process, and so does a promise that is broken
-/// (`require`). libFuzzer calls one target (one_target.cpp); the quick tests call each with the
-/// inputs that are kept in corpus/ (replay_test.cpp).
+/// A target catches the errors that the parser documents. Any other exception and a failed
+/// `require` end the process. libFuzzer calls one target (one_target.cpp); replay_test.cpp calls
+/// each target with the inputs in corpus/.
 #pragma once
 
 #include <cstdio>
@@ -14,18 +13,18 @@
 namespace fuzz {
 
 void checkpoint(std::string_view bytes);
+void flags(std::string_view bytes);
+void op_overrides(std::string_view bytes);
 void pickle(std::string_view bytes);
-void policy(std::string_view bytes);
 void scaler_state(std::string_view bytes);
-void words(std::string_view bytes);
 
-inline void require(bool holds, const char* promise) {
+inline void require(bool holds, const char* property) {
   if (holds) return;
-  std::fprintf(stderr, "fuzz: broken promise: %s\n", promise);
+  std::fprintf(stderr, "fuzz: does not hold: %s\n", property);
   std::abort();
 }
 
-/// What `bytes` has up to the first `separator`, which is dropped from `bytes` with it.
+/// Removes the bytes up to the first `separator`, and the separator, and returns these bytes.
 inline std::string_view take_until(std::string_view& bytes, char separator) {
   const auto length = bytes.find(separator);
   const std::string_view taken = bytes.substr(0, length);
@@ -33,6 +32,7 @@ inline std::string_view take_until(std::string_view& bytes, char separator) {
   return taken;
 }
 
+/// Removes the first byte and returns it; 0 if there is none.
 inline unsigned char take_byte(std::string_view& bytes) {
   if (bytes.empty()) return 0;
   const char byte = bytes.front();

@@ -33,7 +33,7 @@ inline std::string name_of(const DtypePair& dtypes) {
   return std::string(torch::toString(dtypes.parameter)) + torch::toString(dtypes.gradient);
 }
 
-/// What a step reads and writes of one parameter.
+/// A parameter with its gradient and moments.
 struct StepBuffers {
   torch::Tensor parameter;
   torch::Tensor gradient;
@@ -46,7 +46,7 @@ struct StepBuffers {
     return of(dtypes, values(1), values(2), values(0.1), values(0.1).abs(), values(0.1).abs());
   }
 
-  /// Every combination of zeros, subnormals, the largest, inf and NaN as parameter and gradient.
+  /// All pairs of extreme values (zeros, subnormals, max, inf, NaN) as parameter and gradient.
   static StepBuffers edges(const DtypePair& dtypes) {
     const double infinity = std::numeric_limits<double>::infinity();
     const auto edges = torch::tensor(
@@ -65,11 +65,11 @@ struct StepBuffers {
             {moments[0].clone(), moments[1].clone(), moments[2].clone()}};
   }
 
-  std::vector<torch::Tensor> in_order() const {
+  std::vector<torch::Tensor> tensors() const {
     return {parameter, gradient, moments[0], moments[1], moments[2]};
   }
 
-  mezzo::detail::ParamPointers span() {
+  mezzo::detail::ParamPointers pointers() {
     return {parameter.data_ptr(),
             gradient.data_ptr(),
             {moments[0].data_ptr(), moments[1].data_ptr(), moments[2].data_ptr()},
@@ -86,46 +86,47 @@ struct StepBuffers {
   }
 };
 
-/// Copies of buffers at `offset` bytes, the next ones a byte further each, with marks around them.
+/// Copies of buffers at `offset` bytes, one more for each tensor, between guard bytes.
 class MisalignedBuffers {
  public:
   MisalignedBuffers(const StepBuffers& buffers, std::size_t offset)
       : count_(buffers.parameter.numel()) {
-    for (const auto& tensor : buffers.in_order()) {
-      Place place{std::vector<char>(tensor.nbytes() + 2 * kMargin, kMark), offset++,
-                  tensor.nbytes()};
-      std::memcpy(place.data(), tensor.const_data_ptr(), tensor.nbytes());
-      places_.push_back(std::move(place));
+    for (const auto& tensor : buffers.tensors()) {
+      GuardedMemory guarded{std::vector<char>(tensor.nbytes() + 2 * kMargin, kGuardByte), offset++,
+                            tensor.nbytes()};
+      std::memcpy(guarded.data(), tensor.const_data_ptr(), tensor.nbytes());
+      memories_.push_back(std::move(guarded));
     }
   }
 
-  mezzo::detail::ParamPointers span() {
-    return {places_[0].data(),
-            places_[1].data(),
-            {places_[2].data(), places_[3].data(), places_[4].data()},
+  mezzo::detail::ParamPointers pointers() {
+    return {memories_[0].data(),
+            memories_[1].data(),
+            {memories_[2].data(), memories_[3].data(), memories_[4].data()},
             count_};
   }
 
-  bool holds(const StepBuffers& expected) {
-    const auto tensors = expected.in_order();
+  bool equals(const StepBuffers& expected) {
+    const auto tensors = expected.tensors();
     for (std::size_t i = 0; i < tensors.size(); ++i) {
-      Place& place = places_[i];
-      if (std::memcmp(place.data(), tensors[i].const_data_ptr(), place.bytes) != 0) return false;
-      std::memset(place.data(), kMark, place.bytes);
-      if (place.memory != std::vector<char>(place.memory.size(), kMark)) return false;
+      GuardedMemory& guarded = memories_[i];
+      if (std::memcmp(guarded.data(), tensors[i].const_data_ptr(), guarded.bytes) != 0)
+        return false;
+      std::memset(guarded.data(), kGuardByte, guarded.bytes);
+      if (guarded.memory != std::vector<char>(guarded.memory.size(), kGuardByte)) return false;
     }
     return true;
   }
 
  private:
   static constexpr std::size_t kMargin = 80;
-  static constexpr char kMark = 'm';
-  struct Place {
+  static constexpr char kGuardByte = 'm';
+  struct GuardedMemory {
     std::vector<char> memory;
     std::size_t offset;
     std::size_t bytes;
     char* data() { return memory.data() + offset; }
   };
-  std::vector<Place> places_;
+  std::vector<GuardedMemory> memories_;
   int64_t count_;
 };

@@ -1,9 +1,10 @@
-// Loads shared libraries that hold mezzo with and without its CUDA kernels into one symbol scope,
-// where the first that defines a symbol wins, and checks which kernels each finds:
+// Loads shared libraries with and without mezzo's CUDA kernels into the global symbol scope, where
+// the first definition of a symbol wins, and checks which kernels each library uses:
 //
 //   mixed_libraries hidden|default LIBRARY...
 //
-// Libraries with hidden symbols have kernels of their own, or none; others share them.
+// Libraries with hidden symbols use their own kernels, or none. Libraries with default visibility
+// share kernels.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/ones.h>
@@ -25,9 +26,9 @@ int main(int argc, char** argv) {
     };
     const bool has_kernels = are_shared || library.call<bool>("links_cuda_kernels");
     expect(library.call<bool>("has_cuda_kernels") == has_kernels,
-           "it finds the kernels that it links, or that it shares");
+           "uses the kernels that it links or shares");
     expect(library.call<double, const at::Tensor&>("norm_sq", parameter) == 20,
-           "its buckets work beside the others'");
+           "gradient buckets work");
   }
   return test_support::expect(true, "");
 }

@@ -1,5 +1,5 @@
-// Built with and without CUDA kernels, with hidden and with default visibility: shared libraries
-// that hold mezzo without knowing of each other. mixed_libraries.cpp loads them.
+// A shared library that uses mezzo, built with and without CUDA kernels, with hidden and with
+// default symbol visibility. mixed_libraries.cpp loads them.
 
 #include <mezzo/kernels/compute_grad_stats.h>
 #include <mezzo/kernels/kernel_dispatch.h>
@@ -12,7 +12,7 @@
 using mezzo::detail::KernelBackend;
 
 #ifdef REGISTERS_KERNELS
-// In place of mezzo_cuda.cu, which takes nvcc: nothing here runs on a GPU.
+// Fake kernels instead of mezzo_cuda.cu, so that nvcc is not needed. Nothing runs on a GPU.
 static constexpr mezzo::detail::CudaKernels kKernels{
     .supports = [](at::Device device) { return device.is_cuda(); },
     .current_capture_id = [](at::Device) -> uint64_t { return 0; },
@@ -34,13 +34,13 @@ C10_EXPORT bool has_cuda_kernels() {
   return mezzo::detail::kernel_backend({at::kCUDA, 0}) == KernelBackend::cuda;
 }
 
-// Gradients of 2 in buckets of this library's, which takes them from those of the other libraries.
+// Reduces gradients of 2 in buckets of this library, which replace buckets of other libraries.
 C10_EXPORT double norm_sq(const at::Tensor& parameter) {
   mezzo::GradBuckets buckets({parameter});
   buckets.zero_grad();
   parameter.mul(2).sum().backward();
   buckets.copy_grads_to_buckets();
-  const auto summary = mezzo::detail::compute_grad_stats({parameter.grad()}, at::ones({}));
-  return summary.norm_sq.item<double>();
+  const auto stats = mezzo::detail::compute_grad_stats({parameter.grad()}, at::ones({}));
+  return stats.norm_sq.item<double>();
 }
 }

@@ -1,4 +1,4 @@
 #include "every_header.h"
 #include "unit_fingerprint.h"
 
-UnitFingerprint second_unit() { return unit_fingerprint_here(); }
+UnitFingerprint second_unit() { return unit_fingerprint(); }

@@ -1,12 +1,13 @@
-// Ends while everything that trains has static lifetime, at namespace scope and in functions:
+// Exits while all training objects have static storage duration, at namespace scope and in
+// functions:
 //
-//   statics_at_exit return       by the end of main
-//   statics_at_exit on_skip      by exit() in the callback of a skipped step
-//   statics_at_exit hook         by exit() in a hook of the backward pass
-//   statics_at_exit closure      by exit() in a step's closure
-//   statics_at_exit thread       by the end of main, with a thread inside an autocast region for good
+//   statics_at_exit return       return from main
+//   statics_at_exit on_skip      exit() in the callback of a skipped step
+//   statics_at_exit hook         exit() in a hook of the backward pass
+//   statics_at_exit closure      exit() in a step's closure
+//   statics_at_exit thread       return from main while a thread is in an autocast region
 //
-// A crash, or what a sanitizer finds, shows in the exit status.
+// A crash or a sanitizer's finding changes the exit status.
 
 #include <mezzo/autocast/autocast_guard.h>
 #include <mezzo/autocast/autocast_module.h>
@@ -15,6 +16,7 @@
 #include <mezzo/diagnostics/metrics_logger.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/ema.h>
+#include <mezzo/optim/ema_guard.h>
 #include <mezzo/optim/grad_buckets.h>
 #include <mezzo/optim/lr_schedule.h>
 #include <mezzo/optim/master_weights.h>
@@ -34,7 +36,7 @@ namespace {
 
 using torch::Tensor;
 
-/// All that a program may keep, in the order in which it needs each other.
+/// All objects of a training loop, in the order of their dependencies.
 struct Trainer {
   double step(bool overflows = false) {
     optimizer.zero_grad();
@@ -60,7 +62,7 @@ struct Trainer {
   mezzo::MetricsLogger logger;
 };
 
-/// Of torch::optim, whose masters are static too.
+/// An optimizer of torch::optim with master weights.
 struct TrainerWithMasters {
   void step() {
     layer(torch::ones({2, 8}, torch::kBFloat16)).sum().backward();
@@ -76,20 +78,20 @@ struct TrainerWithMasters {
   mezzo::MasterWeights masters{optimizer};
 };
 
-// Made before main, ended after it.
+// Constructed before main, destroyed after it.
 Trainer before_main;
 mezzo::AnomalyTrace trace_before_main(*before_main.layer);
 TrainerWithMasters masters_before_main;
 
-/// Made at its first use, and so ended before the ones above.
-Trainer& at_first_use() {
+/// Constructed at its first use, and destroyed before the objects above.
+Trainer& function_static() {
   static Trainer trainer;
   return trainer;
 }
 
-[[noreturn]] void end_here() { std::exit(EXIT_SUCCESS); }
+[[noreturn]] void exit_successfully() { std::exit(EXIT_SUCCESS); }
 
-void stay_in_a_region_for_good() {
+void start_thread_in_autocast_region() {
   std::promise<void> inside;
   const auto is_inside = inside.get_future();
   std::thread([&inside] {
@@ -104,26 +106,26 @@ void stay_in_a_region_for_good() {
 }  // namespace
 
 int main(int argc, char** argv) {
-  const std::string way = argc == 2 ? argv[1] : "";
-  for (Trainer* trainer : {&before_main, &at_first_use()}) {
+  const std::string exit_by = argc == 2 ? argv[1] : "";
+  for (Trainer* trainer : {&before_main, &function_static()}) {
     for (int step = 0; step < 3; ++step) trainer->step(/*overflows=*/step == 1);
   }
   masters_before_main.step();
-  static const mezzo::EmaGuard averaged(at_first_use().ema);
-  if (way == "on_skip") {
-    before_main.scaler.on_skip([](const mezzo::SkippedStep&) { end_here(); });
+  static const mezzo::EmaGuard averaged(function_static().ema);
+  if (exit_by == "on_skip") {
+    before_main.scaler.on_skip([](const mezzo::SkippedStep&) { exit_successfully(); });
     before_main.step(/*overflows=*/true);
-  } else if (way == "hook") {
-    before_main.layer->weight.register_hook([](const Tensor&) { end_here(); });
+  } else if (exit_by == "hook") {
+    before_main.layer->weight.register_hook([](const Tensor&) { exit_successfully(); });
     before_main.step();
-  } else if (way == "closure") {
-    before_main.optimizer.step([]() -> Tensor { end_here(); });
-  } else if (way == "thread") {
-    stay_in_a_region_for_good();
+  } else if (exit_by == "closure") {
+    before_main.optimizer.step([]() -> Tensor { exit_successfully(); });
+  } else if (exit_by == "thread") {
+    start_thread_in_autocast_region();
     return EXIT_SUCCESS;
-  } else if (way == "return") {
+  } else if (exit_by == "return") {
     return EXIT_SUCCESS;
   }
-  std::fprintf(stderr, "it did not end by \"%s\"\n", way.c_str());
+  std::fprintf(stderr, "unknown argument or no exit: \"%s\"\n", exit_by.c_str());
   return EXIT_FAILURE;
 }

@@ -5,13 +5,13 @@
 
 #include <tuple>
 
-// Addresses of inline functions and variables, which are one a program, and the size of what a unit
-// constructs.
+// Addresses of inline functions and variables, and the size of an object: the same in all
+// translation units of a program.
 using UnitFingerprint =
     std::tuple<bool (mezzo::GradScaler::*)() const noexcept, void (mezzo::GradScaler::*)(double),
                const double*, std::size_t, float>;
 
-static UnitFingerprint unit_fingerprint_here() {
+static UnitFingerprint unit_fingerprint() {
   mezzo::GradScaler scaler;
   return {&mezzo::GradScaler::is_enabled, &mezzo::GradScaler::set_growth_factor,
           &mezzo::kDefaultMinScale, sizeof(scaler), scaler.options().initial_state().scale};

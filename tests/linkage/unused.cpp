@@ -1,3 +1,2 @@
-// A unit that uses nothing of mezzo's: what it holds of mezzo is there because a header was
-// included.
+// Includes all headers and uses nothing: the object file must not define symbols of mezzo.
 #include "every_header.h"

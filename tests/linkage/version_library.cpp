@@ -1,5 +1,5 @@
-// Built with mezzo's headers as they are, and with the same under another version: two shared
-// libraries of one process, neither of which knows of the other. two_versions.cpp loads them.
+// A shared library, built with mezzo's headers as they are and with another version number.
+// two_versions.cpp loads both.
 
 #include <mezzo/autocast/autocast_guard.h>
 #include <mezzo/autocast/op_overrides.h>
@@ -25,7 +25,7 @@
 
 namespace {
 
-/// A run with all that keeps state of its own.
+/// A training run with every object that has state.
 class Training {
  public:
   double step(bool overflows) {
@@ -55,7 +55,7 @@ class Training {
 };
 
 std::optional<mezzo::AutocastGuard<at::kCPU>> region;
-mezzo::OpOverrides denied;  // and installed
+mezzo::OpOverrides denied;
 
 }  // namespace
 
@@ -78,13 +78,12 @@ C10_EXPORT const at::Tensor* weight_of(void* training) {
   return &static_cast<Training*>(training)->weight();
 }
 
-/// Whether this library takes the optimizer for one of its own.
+/// Returns whether this library's OptimizerRef recognizes the optimizer.
 C10_EXPORT bool is_own(torch::optim::Optimizer& optimizer) {
   return mezzo::OptimizerRef(optimizer).mixed_precision() != nullptr;
 }
 
-/// One step by this library's scaler with an optimizer of any library's: its parameter's gradient
-/// is the scale itself.
+/// Steps an optimizer of any library with this library's scaler. The unscaled gradient is 1.
 C10_EXPORT void step_by_scaler(torch::optim::Optimizer& optimizer, const at::Tensor& parameter) {
   mezzo::GradScaler scaler({.init_scale = 1024});
   (void)scaler.scale(at::ones({}));
@@ -93,13 +92,13 @@ C10_EXPORT void step_by_scaler(torch::optim::Optimizer& optimizer, const at::Ten
   scaler.update();
 }
 
-/// What install_op_overrides says of an op to deny.
+/// Returns the error message of install_op_overrides for a denied op.
 C10_EXPORT std::string deny(const std::string& op) {
   return test_support::message_of(
       [&] { denied = denied.with(mezzo::install_op_overrides(mezzo::OpOverrides().deny(op))); });
 }
 
-/// A region with all that was denied, from here to leave().
+/// Begins an autocast region with all denied ops, until leave().
 C10_EXPORT void enter() { region.emplace(mezzo::AutocastOptions{.op_overrides = denied}); }
 C10_EXPORT void leave() { region.reset(); }
 }

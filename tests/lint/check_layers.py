@@ -1,108 +1,104 @@
 #!/usr/bin/env python3
-"""Checks that headers include only what lies on floors below their own, and that umbrellas are complete.
+"""Checks that headers include only headers of lower layers, and that umbrella headers are complete.
 
-    check_layers.py INCLUDE_FOLDER
+    check_layers.py INCLUDE_DIRECTORY
 
-Prints each line that does not, and exits with 1. See "The rooms" in CONTRIBUTING.md.
+Prints each violation, and exits with 1 if there is one. The components and their layers are described in CONTRIBUTING.md.
 """
 
 import pathlib
 import re
 import sys
 
-# From the ground up. A room knows the rooms below its floor, and none beside it.
-FLOORS = [
+# Components by layer, from the bottom up. A component includes components of lower layers only.
+LAYERS = [
     ["base"],
     ["kernels"],
     ["optim", "autocast"],
     ["scaling"],
     ["opt_levels", "diagnostics", "checkpoint", "distributed"],
 ]
-# Files of many ranks are files.
-EXCEPTIONS = {("distributed", "checkpoint")}
-# Public headers that their room's umbrella leaves out: they need MPI or NCCL, or come by themselves.
-BY_NAME = re.compile(r"distributed/(mpi|gloo)_|optim/compiled\.h")
+EXCEPTIONS = {("distributed", "checkpoint")}  # distributed checkpoints are checkpoints
+# Public headers that the umbrella header of their component leaves out: they need MPI, NCCL or mezzo::compiled.
+NOT_IN_UMBRELLA = re.compile(r"distributed/(mpi|gloo)_|optim/compiled\.h")
 
-# What these include, and what that includes, has none of the kernels: they cost seconds to compile.
+# Headers that must not include kernels, directly or indirectly: kernels take seconds to compile.
 WITHOUT_KERNELS = ["mezzo/optim/ema.h"]
-DECLARATIONS = {"mezzo/kernels/graph_capture.h", "mezzo/kernels/kernel_dispatch.h"}  # of functions alone
+DECLARATIONS = {"mezzo/kernels/graph_capture.h", "mezzo/kernels/kernel_dispatch.h"}  # kernels' headers that define none
 
-FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+LAYER = {component: layer for layer, components in enumerate(LAYERS) for component in components}
 INCLUDE = re.compile(r'#\s*include\s*[<"](mezzo/[^>"]+)[>"]')
 
 
-def room_of(path):
-    """The room of `path`, which begins with mezzo/; None for an umbrella header, which stands above all rooms."""
+def component_of(path):
+    """The component of `path`, which begins with mezzo/; None for an umbrella header."""
     parts = path.split("/")
     return parts[1] if len(parts) > 2 else None
 
 
-def fault_of(path, included):
-    """What is wrong with the header at `path` including `included`; None if nothing is."""
-    own, other = room_of(path), room_of(included)
-    if own is None or own == other:
+def violation(path, included):
+    """Why the header at `path` must not include `included`; None if it may."""
+    component, other = component_of(path), component_of(included)
+    if component is None or component == other:
         return None
     if other is None:
-        return "a room includes no umbrella header"
-    if other not in FLOOR:
-        return f"{other} is no room"
-    if (own, other) in EXCEPTIONS or FLOOR[other] < FLOOR[own]:
+        return "a component must not include an umbrella header"
+    if other not in LAYER:
+        return f"{other} is not a component"
+    if (component, other) in EXCEPTIONS or LAYER[other] < LAYER[component]:
         return None
-    return f"{own} is on floor {FLOOR[own]}, {other} on floor {FLOOR[other]}; an include goes down"
+    return f"{component} is in layer {LAYER[component]}, {other} in layer {LAYER[other]}: only lower layers may be included"
 
 
-def way_to_kernels(include, path, known):
-    """The includes that lead from `path` to a header of the kernels; none where none does."""
-    if path in known or not (include / path).exists():
+def include_path_to_kernels(include, path, seen):
+    """The chain of includes from `path` to a header of the kernels; empty if there is none."""
+    if path in seen or not (include / path).exists():
         return []
-    known.add(path)
+    seen.add(path)
     for included in INCLUDE.findall((include / path).read_text(encoding="utf-8")):
-        is_kernel = room_of(included) == "kernels" and included not in DECLARATIONS
-        way = [included] if is_kernel else way_to_kernels(include, included, known)
-        if way:
-            return [path, *way]
+        is_kernel = component_of(included) == "kernels" and included not in DECLARATIONS
+        chain = [included] if is_kernel else include_path_to_kernels(include, included, seen)
+        if chain:
+            return [path, *chain]
     return []
 
 
 def main():
     include = pathlib.Path(sys.argv[1])
     headers = sorted(path for path in include.glob("mezzo/**/*") if path.suffix in {".h", ".cuh", ".cu", ".cpp"})
-    faults = 0
+    violations = []
     for header in headers:
         path = header.relative_to(include).as_posix()
-        room = room_of(path)
-        if room is not None and room not in FLOOR:
-            print(f"{header}: {room} is no room; the rooms are {', '.join(FLOOR)}")
-            faults += 1
+        component = component_of(path)
+        if component is not None and component not in LAYER:
+            violations.append(f"{header}: {component} is not a component; the components are {', '.join(LAYER)}")
             continue
         for number, line in enumerate(header.read_text(encoding="utf-8").splitlines(), 1):
             found = INCLUDE.search(line)
             if not found:
                 continue
-            fault = fault_of(path, found[1])
+            reason = violation(path, found[1])
             if not (include / found[1]).exists():
-                fault = "there is no such header"
-            if fault is not None:
-                print(f"{header}:{number}: {line.strip()}: {fault}")
-                faults += 1
-    for room in FLOOR:
-        umbrella = include / f"mezzo/{room}.h"
+                reason = "this header does not exist"
+            if reason is not None:
+                violations.append(f"{header}:{number}: {line.strip()}: {reason}")
+    for component in LAYER:
+        umbrella = include / f"mezzo/{component}.h"
         if not umbrella.exists():
             continue
         exported = set(INCLUDE.findall(umbrella.read_text(encoding="utf-8")))
-        for header in sorted((include / "mezzo" / room).glob("*.h")):
+        for header in sorted((include / "mezzo" / component).glob("*.h")):
             path = header.relative_to(include).as_posix()
-            if path not in exported and not BY_NAME.search(path):
-                print(f"{umbrella}: lacks {path}")
-                faults += 1
-    for light in WITHOUT_KERNELS:
-        way = way_to_kernels(include, light, set())
-        if way:
-            print(f"{include / light} brings kernels: {' -> '.join(way)}")
-            faults += 1
+            if path not in exported and not NOT_IN_UMBRELLA.search(path):
+                violations.append(f"{umbrella} does not include {path}")
+    for header in WITHOUT_KERNELS:
+        chain = include_path_to_kernels(include, header, set())
+        if chain:
+            violations.append(f"{include / header} includes kernels: {' -> '.join(chain)}")
     if not headers:
-        print(f"{include} holds no headers of mezzo's")
-    return 1 if faults or not headers else 0
+        violations.append(f"{include} has no headers of mezzo")
+    print("\n".join(violations))
+    return 1 if violations else 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-# Names the places that clang-format would lay out otherwise:
+# Fails for each source that clang-format would change:
 #
 #   cmake -DSOURCE=<mezzo> -DCLANG_FORMAT=<clang-format> -P clang_format.cmake
 
@@ -14,5 +14,5 @@ if(NOT sources)
 endif()
 execute_process(COMMAND "${CLANG_FORMAT}" --style=file --dry-run -Werror ${sources} RESULT_VARIABLE failed)
 if(failed)
-  message(FATAL_ERROR "these are not laid out as .clang-format says; mend with: clang-format -i FILE")
+  message(FATAL_ERROR "these sources are not formatted; run: clang-format -i FILE")
 endif()

@@ -1,6 +1,10 @@
-# cmake -DSOURCE=folder -DTORCH=prefix -DCLANG_TIDY=program -DBUILD=folder [-DMPI_INCLUDES=folder;...] -P clang_tidy.cmake:
-# stops where clang-tidy finds what .clang-tidy asks it to look for, in any header. All are one unit, so that libtorch is
-# read once; what of nvcc and NCCL they need is not there.
+# Runs clang-tidy with the checks of .clang-tidy over all headers, and fails for any finding:
+#
+#   cmake -DSOURCE=<mezzo> -DTORCH=<libtorch> -DCLANG_TIDY=<clang-tidy> -DBUILD=<build directory> [-DMPI_INCLUDES=<directory>;...]
+#         -P clang_tidy.cmake
+#
+# All headers are one translation unit, so that libtorch's are parsed once. Headers that need nvcc, or an MPI that is not installed,
+# are left out.
 file(GLOB_RECURSE headers RELATIVE "${SOURCE}/include" "${SOURCE}/include/mezzo/*.h")
 list(FILTER headers EXCLUDE REGEX "/kernels/cuda/")
 if(NOT MPI_INCLUDES)
@@ -8,7 +12,7 @@ if(NOT MPI_INCLUDES)
 endif()
 list(LENGTH headers count)
 if(count LESS 100)
-  message(FATAL_ERROR "${SOURCE}/include has only ${count} headers: this looks in the wrong place")
+  message(FATAL_ERROR "${SOURCE}/include has only ${count} headers: is SOURCE mezzo's source directory?")
 endif()
 list(TRANSFORM headers REPLACE "(.+)" "#include <\\1>")
 list(JOIN headers "\n" unit)
@@ -23,5 +27,5 @@ execute_process(
           -std=c++20 -DUSE_DISTRIBUTED -DUSE_C10D_GLOO -DOMPI_SKIP_MPICXX -DMPICH_SKIP_MPICXX "-I${SOURCE}/include" ${includes}
   RESULT_VARIABLE result)
 if(NOT result EQUAL 0)
-  message(FATAL_ERROR "clang-tidy's findings stand above. A NOLINT takes a reason beside it.")
+  message(FATAL_ERROR "clang-tidy has findings (above). A NOLINT needs its reason beside it.")
 endif()

@@ -1,4 +1,4 @@
-// AdamW with moments of 8 bits: what it gives beside float moments, between steps, and in files.
+// AdamW8bit compared with float32 moments, bitsandbytes and AdamW; its state and archives.
 
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/adamw8bit.h>
@@ -31,8 +31,8 @@ using testing::ThrowsMessage;
 
 constexpr int64_t kElements = 5000;  // not a multiple of a block
 
-/// Numbers in [-1, 1) that Python makes too.
-at::Tensor numbers(int64_t count, uint64_t state) {
+/// Values in [-1, 1), as data/adamw8bit.py computes them.
+at::Tensor make_values(int64_t count, uint64_t state) {
   const at::Tensor all = at::empty({count});
   for (int64_t i = 0; i < count; ++i) {
     state = state * 6364136223846793005U + 1442695040888963407U;
@@ -42,14 +42,17 @@ at::Tensor numbers(int64_t count, uint64_t state) {
   return all;
 }
 
-double norm_of(const at::Tensor& tensor) { return tensor.to(at::kDouble).norm().item().toDouble(); }
+double get_norm(const at::Tensor& tensor) {
+  return tensor.to(at::kDouble).norm().item().toDouble();
+}
 
-/// A parameter on its way to a target, with gradients that repeat.
+/// A parameter that descends to a target, with periodic gradients.
 struct Descent {
   explicit Descent(at::ScalarType dtype = at::kFloat, at::IntArrayRef sizes = {kElements})
-      : parameter(numbers(c10::multiply_integers(sizes), 1).view(sizes).to(dtype).requires_grad_()),
-        target(numbers(parameter.numel(), 2).view(sizes)),
-        noise(numbers(parameter.numel(), 3).view(sizes)) {}
+      : parameter(
+            make_values(c10::multiply_integers(sizes), 1).view(sizes).to(dtype).requires_grad_()),
+        target(make_values(parameter.numel(), 2).view(sizes)),
+        noise(make_values(parameter.numel(), 3).view(sizes)) {}
 
   void set_grad() {
     const at::Tensor gradient =
@@ -69,19 +72,19 @@ struct Descent {
   int taken = 0;
 };
 
-bool is_same(const at::Tensor& left, const at::Tensor& right) {
+bool is_equal(const at::Tensor& left, const at::Tensor& right) {
   return left.defined() == right.defined() && (!left.defined() || left.equal(right));
 }
 
 void expect_same_state(const AdamW8bitParamState& left, const AdamW8bitParamState& right) {
   EXPECT_EQ(left.step(), right.step());
-  EXPECT_TRUE(is_same(left.exp_avg(), right.exp_avg()));
-  EXPECT_TRUE(is_same(left.exp_avg_sq(), right.exp_avg_sq()));
-  EXPECT_TRUE(is_same(left.exp_avg_absmax(), right.exp_avg_absmax()));
-  EXPECT_TRUE(is_same(left.exp_avg_sq_absmax(), right.exp_avg_sq_absmax()));
+  EXPECT_TRUE(is_equal(left.exp_avg(), right.exp_avg()));
+  EXPECT_TRUE(is_equal(left.exp_avg_sq(), right.exp_avg_sq()));
+  EXPECT_TRUE(is_equal(left.exp_avg_absmax(), right.exp_avg_absmax()));
+  EXPECT_TRUE(is_equal(left.exp_avg_sq_absmax(), right.exp_avg_sq_absmax()));
 }
 
-TEST(AdamW8bit, StaysNearFloatMoments) {
+TEST(AdamW8bit, ConvergesLikeFloat32Moments) {
   for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
     Descent wide(dtype);
     Descent narrow(dtype);
@@ -91,19 +94,19 @@ TEST(AdamW8bit, StaysNearFloatMoments) {
     wide.steps(in_float, 200);
     narrow.steps(in_blocks, 200);
     const at::Tensor reached = wide.parameter.detach().to(at::kFloat);
-    const double apart = norm_of(narrow.parameter.detach().to(at::kFloat) - reached);
-    EXPECT_GT(norm_of(reached - start), 1) << "nothing was trained";
-    EXPECT_LT(apart / norm_of(reached - start), 0.1) << c10::toString(dtype);
+    const double apart = get_norm(narrow.parameter.detach().to(at::kFloat) - reached);
+    EXPECT_GT(get_norm(reached - start), 1) << "nothing was trained";
+    EXPECT_LT(apart / get_norm(reached - start), 0.1) << c10::toString(dtype);
   }
 }
 
-/// bitsandbytes 0.50.2's AdamW8bit on the CPU, beside torch.optim.AdamW 2.11, ends 0.06346 of the
-/// way from float's result in these steps (data/adamw8bit.py).
-TEST(AdamW8bit, AThousandStepsEndAsNearToFloatAsBitsandbytes) {
+/// Relative to the distance from the start, bitsandbytes 0.50.2's AdamW8bit on the CPU ends 0.06346
+/// from torch.optim.AdamW 2.11 (data/adamw8bit.py).
+TEST(AdamW8bit, MatchesBitsandbytesErrorAfter1000Steps) {
   constexpr int64_t kSize = 8192;
-  const at::Tensor start = numbers(kSize, 1);
-  const at::Tensor target = numbers(kSize, 2);
-  const at::Tensor noise = numbers(8 * kSize, 3).view({8, kSize});
+  const at::Tensor start = make_values(kSize, 1);
+  const at::Tensor target = make_values(kSize, 2);
+  const at::Tensor noise = make_values(8 * kSize, 3).view({8, kSize});
   const auto reached = [&](const auto& make) {
     at::Tensor parameter = start.clone().requires_grad_();
     auto optimizer = make(parameter);
@@ -119,13 +122,13 @@ TEST(AdamW8bit, AThousandStepsEndAsNearToFloatAsBitsandbytes) {
       [&](const at::Tensor& parameter) { return torch::optim::AdamW({parameter}, options); });
   const at::Tensor narrow =
       reached([&](const at::Tensor& parameter) { return AdamW8bit({parameter}, options); });
-  const double apart = norm_of(narrow - wide) / norm_of(wide - start);
+  const double apart = get_norm(narrow - wide) / get_norm(wide - start);
   EXPECT_LE(apart, 0.0635);
   EXPECT_GT(apart, 0.01) << "these are no moments of 8 bits";
 }
 
-/// A parameter of floats whose moments are floats takes mezzo's AdamW's steps, to the bit.
-TEST(AdamW8bit, WithFloatMomentsTakesAdamWsSteps) {
+/// float32 parameters with float32 moments are bitwise identical to mezzo's AdamW.
+TEST(AdamW8bit, Float32MomentsMatchAdamW) {
   Descent left(at::kFloat, {70, 90});
   Descent right(at::kFloat, {70, 90});
   AdamW8bit own({left.parameter}, torch::optim::AdamWOptions(1e-2).weight_decay(0.1),
@@ -136,7 +139,7 @@ TEST(AdamW8bit, WithFloatMomentsTakesAdamWsSteps) {
   EXPECT_TRUE(left.parameter.equal(right.parameter));
 }
 
-TEST(AdamW8bit, HasCodesAndScales) {
+TEST(AdamW8bit, StateHoldsQuantizedMomentsAndAbsmax) {
   Descent run;
   AdamW8bit optimizer({run.parameter}, {1e-2});
   run.steps(optimizer, 3);
@@ -148,9 +151,9 @@ TEST(AdamW8bit, HasCodesAndScales) {
   EXPECT_EQ(state.step(), 3);
 }
 
-/// Gradients of other layouts than the parameter's, and of float beside bfloat16 weights.
-TEST(AdamW8bit, TakesAnyLayoutAndFloatGradientsOfBfloat16Weights) {
-  const at::Tensor start = numbers(40000, 3).view({8, 50, 10, 10}).to(at::kBFloat16);
+/// Gradients with other strides than the parameter's, and float32 gradients of bfloat16 parameters.
+TEST(AdamW8bit, AcceptsAnyStridesAndFloat32Gradients) {
+  const at::Tensor start = make_values(40000, 3).view({8, 50, 10, 10}).to(at::kBFloat16);
   std::vector<at::Tensor> reached;
   for (const auto& [layout, dtype] : std::vector<std::pair<at::MemoryFormat, at::ScalarType>>{
            {at::MemoryFormat::ChannelsLast, at::kBFloat16},
@@ -160,7 +163,7 @@ TEST(AdamW8bit, TakesAnyLayoutAndFloatGradientsOfBfloat16Weights) {
     AdamW8bit optimizer({parameter}, {1e-2});
     for (int step = 0; step < 3; ++step) {
       const at::Tensor gradient =
-          numbers(40000, 5).view_as(start).to(at::kBFloat16).to(dtype).contiguous(layout);
+          make_values(40000, 5).view_as(start).to(at::kBFloat16).to(dtype).contiguous(layout);
       parameter.set_grad_dtype(dtype);
       parameter.mutable_grad() = gradient;
       optimizer.step();
@@ -172,11 +175,11 @@ TEST(AdamW8bit, TakesAnyLayoutAndFloatGradientsOfBfloat16Weights) {
   EXPECT_FALSE(reached[0].equal(start));
 }
 
-TEST(AdamW8bit, SmallParametersAndThoseThatAreNamedKeepFloats) {
-  for (const bool is_named : {false, true}) {
-    Descent run(at::kBFloat16, {is_named ? 5000 : 4095});
+TEST(AdamW8bit, SmallAndNamedParamsKeepFloat32Moments) {
+  for (const bool has_fp32_state : {false, true}) {
+    Descent run(at::kBFloat16, {has_fp32_state ? 5000 : 4095});
     AdamW8bitOptions options;
-    if (is_named) options.params_with_fp32_state = {run.parameter};
+    if (has_fp32_state) options.params_with_fp32_state = {run.parameter};
     AdamW8bit optimizer({run.parameter}, {1e-2}, options);
     run.steps(optimizer, 2);
     EXPECT_EQ(
@@ -187,13 +190,13 @@ TEST(AdamW8bit, SmallParametersAndThoseThatAreNamedKeepFloats) {
   }
 }
 
-TEST(AdamW8bit, FloatMomentsOfAnotherTensorThrow) {
+TEST(AdamW8bit, ThrowsForUnknownParamWithFp32State) {
   const std::vector<at::Tensor> x{at::ones({1})};
   EXPECT_THAT([&] { AdamW8bit(x, {1e-3}, {.params_with_fp32_state = {at::ones({1})}}); },
-              ThrowsMessage<c10::Error>(HasSubstr("params_with_fp32_state[0] is no parameter")));
+              ThrowsMessage<c10::Error>(HasSubstr("params_with_fp32_state[0] is not a parameter")));
 }
 
-TEST(AdamW8bit, RefusesWhatItCannotStepAndTouchesNothing) {
+TEST(AdamW8bit, ThrowsForUnsupportedParamBeforeWriting) {
   Descent good;
   const auto expect_error = [&](const at::Tensor& bad, const at::Tensor& gradient,
                                 const char* message) {
@@ -205,14 +208,15 @@ TEST(AdamW8bit, RefusesWhatItCannotStepAndTouchesNothing) {
     EXPECT_TRUE(good.parameter.equal(before));
     EXPECT_TRUE(optimizer.state().empty());
   };
-  const char* const dtypes = "takes parameters of float32 or bfloat16";
+  const char* const dtypes = "supports float32 and bfloat16 parameters";
   expect_error(at::ones({3}, at::kDouble), at::ones({3}, at::kDouble), dtypes);
   expect_error(at::ones({3}, at::kHalf), at::ones({3}, at::kHalf), dtypes);
-  expect_error(at::ones({3}), at::ones({3}).to_sparse(), "takes dense parameters and gradients");
-  expect_error(at::ones({3, 4}).slice(1, 0, 2), at::ones({3, 2}), "has gaps in its memory");
+  expect_error(at::ones({3}), at::ones({3}).to_sparse(), "does not support sparse gradients");
+  expect_error(at::ones({3, 4}).slice(1, 0, 2), at::ones({3, 2}),
+               "has non-contiguous or overlapping storage");
 }
 
-TEST(AdamW8bit, StateInAnotherFormThrows) {
+TEST(AdamW8bit, ThrowsForMalformedState) {
   using State = AdamW8bitParamState;
   const std::function<void(State&)> forms[] = {
       [](State& state) { state.exp_avg(state.exp_avg().to(at::kFloat)); },
@@ -226,19 +230,19 @@ TEST(AdamW8bit, StateInAnotherFormThrows) {
       [](State& state) { state.exp_avg_sq_absmax(at::Tensor()); },
       [](State& state) { state.exp_avg_sq_absmax(at::zeros({3})); },
       [](State& state) { state.exp_avg_sq_absmax(state.exp_avg_sq_absmax().to(at::kDouble)); }};
-  for (const auto& spoil : forms) {
+  for (const auto& corrupt : forms) {
     Descent run(at::kFloat, {70, 90});
     AdamW8bit optimizer({run.parameter}, {1e-2});
     run.steps(optimizer, 1);
-    spoil(get_param_state<State>(optimizer, run.parameter));
+    corrupt(get_param_state<State>(optimizer, run.parameter));
     const at::Tensor before = run.parameter.detach().clone();
     EXPECT_THAT([&] { run.steps(optimizer, 1); },
-                ThrowsMessage<c10::Error>(HasSubstr("load the optimizer's own file")));
+                ThrowsMessage<c10::Error>(HasSubstr("load the optimizer's archive")));
     EXPECT_TRUE(run.parameter.equal(before));
   }
 }
 
-TEST(AdamW8bit, IsTheSameForAnyNumberOfThreads) {
+TEST(AdamW8bit, BitwiseIdenticalAcrossThreadCounts) {
   const int threads = at::get_num_threads();
   std::vector<at::Tensor> reached;
   for (const int count : {1, 3}) {
@@ -252,7 +256,7 @@ TEST(AdamW8bit, IsTheSameForAnyNumberOfThreads) {
   EXPECT_TRUE(reached[0].equal(reached[1]));
 }
 
-TEST(AdamW8bit, AFileGoesOnToTheBit) {
+TEST(AdamW8bit, ResumesBitwiseFromArchive) {
   Descent run(at::kBFloat16);
   AdamW8bit optimizer({run.parameter}, {1e-2}, {.seed = 7});
   run.steps(optimizer, 5);
@@ -276,7 +280,7 @@ TEST(AdamW8bit, AFileGoesOnToTheBit) {
                     get_param_state<AdamW8bitParamState>(optimizer, run.parameter));
 }
 
-TEST(AdamW8bit, BumpsTheVersionsOfWhatItWrites) {
+TEST(AdamW8bit, BumpsVersionCounters) {
   Descent run;
   AdamW8bit optimizer({run.parameter}, {1e-2});
   const auto before = run.parameter._version();
@@ -284,19 +288,18 @@ TEST(AdamW8bit, BumpsTheVersionsOfWhatItWrites) {
   EXPECT_GT(run.parameter._version(), before);
 }
 
-/// The paper's case for embeddings in float: beside a row with large gradients, the second moments
-/// of the other rows in its block are rounded to 0, and what is left of their first moments is
-/// divided by eps.
-TEST(AdamW8bit, AHotRowOfAnEmbeddingNeedsFloatMoments) {
+/// Why the paper uses float32 state for embeddings: in the block of a row with large gradients,
+/// second moments of other rows are quantized to 0, and their first moments are divided by eps.
+TEST(AdamW8bit, LargeEmbeddingRowNeedsFloat32Moments) {
   const auto furthest = [](bool in_float) {
-    at::Tensor embedding = at::zeros({64, 64}).requires_grad_();  // four rows a block
+    at::Tensor embedding = at::zeros({64, 64}).requires_grad_();  // four rows per block
     AdamW8bitOptions own;
     if (in_float) own.params_with_fp32_state = {embedding};
     AdamW8bit optimizer({embedding}, torch::optim::AdamWOptions(1e-3).weight_decay(0), own);
     for (int step = 0; step < 20; ++step) {
       at::Tensor gradient = at::zeros({64, 64});
       gradient[0] = 1.0;
-      if (step % 4 == 0) gradient[1] = 1e-5;  // a rare word beside it
+      if (step % 4 == 0) gradient[1] = 1e-5;  // a rare word in the same block
       embedding.mutable_grad() = gradient;
       optimizer.step();
     }

@@ -1,4 +1,4 @@
-// What mezzo's rules do with memory, files and gradients of every kind, for AdamW.
+// AdamW: memory layouts, archives and gradients. The code is shared by all fused optimizers.
 
 #include <mezzo/optim/adamw.h>
 
@@ -25,8 +25,7 @@ using test_support::get_param_state;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
 
-// The bits do not depend on how the work was shared out.
-TEST(AdamW, GivesTheSameBitsOnAnyNumberOfThreads) {
+TEST(AdamW, BitwiseIdenticalAcrossThreadCounts) {
   std::vector<torch::Tensor> results;
   const int before = torch::get_num_threads();
   for (const int threads : {1, 2, 5}) {
@@ -47,7 +46,7 @@ TEST(AdamW, GivesTheSameBitsOnAnyNumberOfThreads) {
 
 using Groups = std::vector<torch::optim::OptimizerParamGroup>;
 
-/// Two groups of the given sizes, each after `steps` steps at the rate `lr`.
+/// Two groups of the given sizes, after `steps` steps with `lr`.
 struct TwoGroups {
   TwoGroups(std::vector<std::size_t> sizes, double lr, int steps)
       : optimizer(groups(sizes), AdamWOptions(lr)) {
@@ -83,7 +82,7 @@ struct TwoGroups {
   AdamW optimizer;
 };
 
-TEST(AdamW, StaysAsItWasWhereAFileDoesNotFitALaterGroup) {
+TEST(AdamW, FailedLoadLeavesOptimizerUnchanged) {
   const TwoGroups other({2, 2}, 0.5, 4);
   TwoGroups loaded({2, 1}, 0.1, 2);
   const auto parameter = loaded.optimizer.param_groups()[0].params()[0];
@@ -95,8 +94,8 @@ TEST(AdamW, StaysAsItWasWhereAFileDoesNotFitALaterGroup) {
   EXPECT_EQ(state.step(), 2);
 }
 
-// Else a run that is taken back to its start would keep the moments of the steps it took.
-TEST(AdamW, KeepsNoStateThatAFileLacks) {
+// Otherwise a run that is reset to its start would keep its moments.
+TEST(AdamW, LoadDropsStateMissingInArchive) {
   TwoGroups loaded({1, 1}, 0.1, 0);
   const std::string at_the_start = loaded.file();
   TwoGroups trained({1, 1}, 0.1, 2);
@@ -105,19 +104,19 @@ TEST(AdamW, KeepsNoStateThatAFileLacks) {
   EXPECT_EQ(trained.optimizer.applied_steps(), 0);
 }
 
-TEST(AdamWMemory, RefusesParametersWithGapsAndWritesNothing) {
+TEST(AdamWMemory, ThrowsForNonDenseParamBeforeWriting) {
   const auto base = torch::ones({6, 8});
-  const auto with_gaps = base.slice(1, 0, 8, 2), ordinary = torch::ones({3});
-  with_gaps.mutable_grad() = torch::randn({6, 4});
+  const auto non_dense = base.slice(1, 0, 8, 2), ordinary = torch::ones({3});
+  non_dense.mutable_grad() = torch::randn({6, 4});
   ordinary.mutable_grad() = torch::ones({3});
-  AdamW optimizer({ordinary, with_gaps});
+  AdamW optimizer({ordinary, non_dense});
   EXPECT_THAT([&] { optimizer.step(); },
-              ThrowsMessage<c10::Error>(HasSubstr("has gaps in its memory")));
+              ThrowsMessage<c10::Error>(HasSubstr("has non-contiguous or overlapping storage")));
   EXPECT_TRUE(torch::equal(base, torch::ones({6, 8})));
   EXPECT_TRUE(torch::equal(ordinary, torch::ones({3})));
 }
 
-TEST(AdamWMemory, LeavesCopiesOnWriteAlone) {
+TEST(AdamWMemory, PreservesCopyOnWriteAliases) {
   const auto x = torch::ones({8});
   const auto lazy = at::_lazy_clone(x);
   x.mutable_grad() = torch::ones({8});
@@ -127,7 +126,7 @@ TEST(AdamWMemory, LeavesCopiesOnWriteAlone) {
   EXPECT_FALSE(torch::equal(x, lazy));
 }
 
-TEST(AdamWMemory, BumpsTheVersionSoThatAutogradNotices) {
+TEST(AdamWMemory, BumpsVersionCounters) {
   const auto x = torch::ones({3}).requires_grad_();
   const auto square = (x * x).sum();
   x.mutable_grad() = torch::ones({3});
@@ -136,7 +135,7 @@ TEST(AdamWMemory, BumpsTheVersionSoThatAutogradNotices) {
   EXPECT_THROW(square.backward(), c10::Error) << "x was written after it was saved for backward";
 }
 
-TEST(AdamWDtypes, TrainsBfloat16AndHalfParameters) {
+TEST(AdamWDtypes, UpdatesBfloat16AndFloat16Params) {
   for (const auto dtype : {torch::kBFloat16, torch::kHalf}) {
     const auto x = torch::full({100}, 2.0, dtype).requires_grad_();
     AdamW optimizer({x}, AdamWOptions(0.05).weight_decay(0));
@@ -150,7 +149,7 @@ TEST(AdamWDtypes, TrainsBfloat16AndHalfParameters) {
   }
 }
 
-TEST(AdamWErrors, RefuseParametersThatShareMemory) {
+TEST(AdamWErrors, ThrowsForOverlappingParams) {
   const auto x = torch::ones({8});
   EXPECT_THAT(
       [&] {
@@ -169,13 +168,14 @@ TEST(AdamWErrors, RefuseParametersThatShareMemory) {
   EXPECT_TRUE(torch::equal(y, torch::ones({4})));
 }
 
-TEST(AdamWErrors, RefuseGradientsThatItCannotUseBeforeItWritesAny) {
+TEST(AdamWErrors, ThrowsForUnsupportedGradientBeforeWriting) {
   const auto good = torch::ones({4});
   const auto bad = torch::ones({4});
   good.mutable_grad() = torch::ones({4});
   AdamW optimizer({good, bad}, AdamWOptions(0.1));
   bad.mutable_grad() = torch::ones({4}).to_sparse();
-  EXPECT_THAT([&] { optimizer.step(); }, ThrowsMessage<c10::Error>(HasSubstr("takes dense")));
+  EXPECT_THAT([&] { optimizer.step(); },
+              ThrowsMessage<c10::Error>(HasSubstr("does not support sparse gradients")));
   const auto half = torch::ones({4}, torch::kHalf);
   half.mutable_grad() = torch::ones({4}, torch::kDouble);
   AdamW narrow({half});
@@ -185,7 +185,7 @@ TEST(AdamWErrors, RefuseGradientsThatItCannotUseBeforeItWritesAny) {
   EXPECT_TRUE(optimizer.state().empty());
 }
 
-TEST(AdamWErrors, RefuseAStateOfAnotherShape) {
+TEST(AdamWErrors, ThrowsForStateOfOtherShape) {
   for (const auto storage : {WeightStorage::plain, WeightStorage::fp32_master}) {
     const auto small = torch::ones({4}, torch::kBFloat16);
     small.mutable_grad() = torch::ones({4}, torch::kBFloat16);

@@ -1,7 +1,8 @@
-// Averages of weights beside any optimizer, and in the model for as long as it is evaluated.
+// Ema with any optimizer, and EmaGuard.
 #include <mezzo/autocast/autocast_guard.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/ema.h>
+#include <mezzo/optim/ema_guard.h>
 #include <mezzo/optim/master_weights.h>
 #include <mezzo/scaling/grad_scaler.h>
 
@@ -40,20 +41,20 @@ torch::Tensor weight(std::vector<double> values, at::ScalarType dtype = torch::k
   return torch::tensor(values, dtype).requires_grad_();
 }
 
-void write(torch::Tensor& parameter, double value) {
+void set_value(torch::Tensor& parameter, double value) {
   const torch::NoGradGuard no_grad;
   parameter.fill_(value);
 }
 
-std::function<std::vector<torch::Tensor>()> given(std::vector<torch::Tensor> masters) {
+std::function<std::vector<torch::Tensor>()> return_masters(std::vector<torch::Tensor> masters) {
   return [masters] { return masters; };
 }
 
-TEST(Ema, BeginsAsTheWeightsAndFollowsThem) {
+TEST(Ema, StartsAtWeightsAndDecays) {
   torch::Tensor parameter = weight({8, 8});
   Ema ema({parameter}, {.decay = 0.75});
   EXPECT_EQ(ema.averages()[0][1].item<float>(), 8);
-  write(parameter, 4);
+  set_value(parameter, 4);
   ema.update();
   EXPECT_EQ(ema.averages()[0][1].item<float>(), 7);
   ema.update();
@@ -72,14 +73,14 @@ struct AveragedModel {
   bool is_first = true;
 };
 
-// What docs/migration.md says of AveragedModel.
-TEST(Ema, IsTorchsAveragedModelWithAnEmaThatWasUpdatedAtConstruction) {
+// docs/migration.md.
+TEST(Ema, MatchesTorchAveragedModel) {
   AveragedModel theirs, without_an_update_at_construction;
   torch::Tensor parameter = weight({8});
   Ema ours({parameter}, {.decay = 0.5});
   EXPECT_EQ(theirs.update_parameters(8), 8);
   for (const double value : {4.0, 1.0, 16.0}) {
-    write(parameter, value);
+    set_value(parameter, value);
     ours.update();
     EXPECT_EQ(ours.averages()[0].item<double>(), theirs.update_parameters(value));
     EXPECT_NE(ours.averages()[0].item<double>(),
@@ -88,38 +89,38 @@ TEST(Ema, IsTorchsAveragedModelWithAnEmaThatWasUpdatedAtConstruction) {
   EXPECT_EQ(ours.averages()[0].item<double>(), 9.75);
 }
 
-TEST(Ema, MovesTheAveragesOfFrozenParametersToo) {
+TEST(Ema, UpdatesAveragesOfFrozenParams) {
   torch::Tensor trained = weight({1}), frozen = weight({2}).requires_grad_(false);
   Ema ema({trained, frozen}, {.decay = 0.5});
-  write(frozen, 100);
+  set_value(frozen, 100);
   for (int i = 0; i < 30; ++i) ema.update();
   EXPECT_EQ(ema.averages()[1].item<float>(), 100);
   EXPECT_EQ(ema.averages()[0].item<float>(), 1);
 }
 
-TEST(Ema, StandsStillForASkippedStep) {
+TEST(Ema, SkippedStepLeavesAveragesUnchanged) {
   torch::Tensor parameter = weight({8});
   Ema ema({parameter}, {.decay = 0.5});
-  write(parameter, 4);
+  set_value(parameter, 4);
   ema.update(StepResult({.applied = false}));
   EXPECT_EQ(ema.averages()[0].item<float>(), 8);
   ema.update(StepResult({.applied = true}));
   EXPECT_EQ(ema.averages()[0].item<float>(), 6);
 }
 
-TEST(Ema, KeepsFloatOfWeightsOf16BitsAndTakesMastersWhereGiven) {
+TEST(Ema, AveragesAreFloat32AndFollowMasters) {
   torch::Tensor parameter = weight({1, 1}, torch::kBFloat16), other = weight({1}, torch::kBFloat16);
   torch::Tensor master = torch::ones({2});
-  Ema ema({parameter, other}, {.decay = 0.5, .masters = given({master, torch::Tensor()})});
-  master.fill_(1.001);  // which bfloat16 cannot tell from 1
-  write(other, 3);
+  Ema ema({parameter, other}, {.decay = 0.5, .masters = return_masters({master, torch::Tensor()})});
+  master.fill_(1.001);  // rounds to 1 in bfloat16
+  set_value(other, 3);
   ema.update();
   EXPECT_EQ(ema.averages()[0].scalar_type(), torch::kFloat);
   EXPECT_NEAR(ema.averages()[0][0].item<float>(), 1.0005, 1e-6);
   EXPECT_EQ(ema.averages()[1].item<float>(), 2);
 }
 
-TEST(Ema, FollowsAnOptimizersMastersWhenAFileGaveItOthers) {
+TEST(Ema, FollowsMastersReplacedByLoad) {
   torch::Tensor parameter = weight({0}, torch::kHalf);
   torch::optim::SGD sgd({parameter}, 1);
   mezzo::MasterWeights optimizer(sgd);
@@ -137,7 +138,7 @@ TEST(Ema, FollowsAnOptimizersMastersWhenAFileGaveItOthers) {
   EXPECT_EQ(train(), 1.25F);
 }
 
-TEST(Ema, UpdatesAllOfItsAveragesOrNone) {
+TEST(Ema, FailedUpdateChangesNoAverage) {
   torch::Tensor first = torch::zeros({1}), second = torch::zeros({1});
   Ema ema({first, second}, {.decay = 0.5});
   first.fill_(8);
@@ -147,12 +148,12 @@ TEST(Ema, UpdatesAllOfItsAveragesOrNone) {
   EXPECT_EQ(ema.averages()[0].item<float>(), 0);
 }
 
-TEST(Ema, TiedWeightsAreAveragedAndSwappedAsOne) {
+TEST(Ema, TiedWeightsShareOneAverage) {
   torch::nn::Linear tied(2, 2);
-  const torch::nn::Sequential model(tied, tied);  // whose parameters are given twice
+  const torch::nn::Sequential model(tied, tied);  // parameters() has each twice
   Ema ema(model->parameters(), {.decay = 0.5});
   const torch::Tensor begin = tied->weight.detach().clone();
-  write(tied->weight, 4);
+  set_value(tied->weight, 4);
   ema.update();
   {
     const EmaGuard averaged(ema);
@@ -161,7 +162,7 @@ TEST(Ema, TiedWeightsAreAveragedAndSwappedAsOne) {
   EXPECT_TRUE(tied->weight.eq(4).all().item<bool>());
 }
 
-TEST(Ema, RefusesWhatItCannotAverage) {
+TEST(Ema, ThrowsForInvalidDecayParamsOrMasters) {
   const torch::Tensor parameter = weight({1});
   EXPECT_THAT(message_of([&] { Ema({parameter}, {.decay = 1}); }), HasSubstr("decay is 1"));
   EXPECT_THAT(message_of([&] { Ema({parameter}, {.decay = -0.1}); }), HasSubstr("decay is -0.1"));
@@ -169,17 +170,18 @@ TEST(Ema, RefusesWhatItCannotAverage) {
   EXPECT_THAT(message_of([&] { Ema({torch::ones({3}).to_sparse()}); }), HasSubstr("parameter 0"));
   EXPECT_THAT(message_of([&] { Ema({parameter, torch::Tensor()}); }), HasSubstr("parameter 1"));
   EXPECT_THAT(message_of([&] {
-                Ema({parameter}, {.masters = given({parameter, parameter})});
+                Ema({parameter}, {.masters = return_masters({parameter, parameter})});
               }),
               HasSubstr("options.masters returned 2 tensors for 1 parameters; it should"));
-  EXPECT_THAT(message_of([&] { Ema({parameter}, {.masters = given({torch::zeros({2})})}); }),
-              HasSubstr("has a master that is float32 [2]"));
+  EXPECT_THAT(
+      message_of([&] { Ema({parameter}, {.masters = return_masters({torch::zeros({2})})}); }),
+      HasSubstr("has a master that is float32 [2]"));
 }
 
-TEST(Ema, GoesThroughAnArchiveAndRefusesAnotherModels) {
+TEST(Ema, SavesAndLoadsAndThrowsForOtherModel) {
   torch::Tensor parameter = weight({8, 6});
   Ema ema({parameter}, {.decay = 0.5});
-  write(parameter, 2);
+  set_value(parameter, 2);
   ema.update();
   std::stringstream stream;
   torch::save(ema, stream);
@@ -188,14 +190,15 @@ TEST(Ema, GoesThroughAnArchiveAndRefusesAnotherModels) {
   EXPECT_TRUE(torch::equal(loaded.averages()[0], torch::tensor({5.0F, 4.0F})));
   Ema other({weight({0, 0, 0})});
   stream.seekg(0);
-  EXPECT_THAT(message_of([&] { torch::load(other, stream); }),
-              HasSubstr("the average float32 [2] on cpu"));
+  EXPECT_THAT(
+      message_of([&] { torch::load(other, stream); }),
+      HasSubstr(": float32 [2] on cpu in the checkpoint, float32 [3] on cpu in the current model"));
   EXPECT_TRUE(torch::equal(other.averages()[0], torch::zeros({3})));
   Ema wide({torch::zeros({2}, torch::kDouble)}), two({weight({0, 0}), weight({0})});
-  for (const auto& [one, words] : {std::pair(&wide, "whose own is float64 [2]"),
-                                   std::pair(&two, "has 1 averages, and this Ema 2")}) {
+  for (const auto& [one, message] : {std::pair(&wide, "in the checkpoint, float64 [2]"),
+                                     std::pair(&two, "has 1 averages, and this Ema has 2")}) {
     stream.seekg(0);
-    EXPECT_THAT(message_of([&] { torch::load(*one, stream); }), HasSubstr(words));
+    EXPECT_THAT(message_of([&] { torch::load(*one, stream); }), HasSubstr(message));
   }
   for (const c10::IValue& value : {c10::IValue(), c10::IValue(torch::ones({2}))}) {
     torch::serialize::OutputArchive archive;
@@ -208,10 +211,10 @@ TEST(Ema, GoesThroughAnArchiveAndRefusesAnotherModels) {
   EXPECT_TRUE(torch::equal(loaded.averages()[0], torch::tensor({5.0F, 4.0F})));
 }
 
-TEST(EmaGuard, PutsAveragesInAndTheVeryMemoryBack) {
+TEST(EmaGuard, SwapsInAveragesAndRestoresStorage) {
   torch::Tensor parameter = weight({8, 8}, torch::kBFloat16);
   Ema ema({parameter}, {.decay = 0.5});
-  write(parameter, 4);
+  set_value(parameter, 4);
   ema.update();
   const void* const memory = parameter.const_data_ptr();
   {
@@ -219,25 +222,25 @@ TEST(EmaGuard, PutsAveragesInAndTheVeryMemoryBack) {
     EXPECT_EQ(parameter[0].item<float>(), 6);
     EXPECT_EQ(parameter.scalar_type(), torch::kBFloat16);
     EXPECT_TRUE(parameter.requires_grad());
-    write(parameter, 100);  // gone at the end, and not in the average
+    set_value(parameter, 100);  // lost at the end of the scope
   }
   EXPECT_EQ(parameter.const_data_ptr(), memory);
   EXPECT_EQ(parameter[0].item<float>(), 4);
   EXPECT_EQ(ema.averages()[0][0].item<float>(), 6);
 }
 
-TEST(EmaGuard, LeavesAveragesAlone) {
+TEST(EmaGuard, PreservesAverages) {
   torch::Tensor parameter = weight({8}), other = weight({1});
-  Ema ema({parameter}, {.decay = 0.5}), unconcerned({other});
+  Ema ema({parameter}, {.decay = 0.5}), other_ema({other});
   {
     const EmaGuard outer(ema);
     EXPECT_THAT(message_of([&] { ema.update(); }), HasSubstr("an EmaGuard is alive"));
-    unconcerned.update();
+    other_ema.update();
   }
   ema.update();
 }
 
-TEST(EmaGuard, KeepsStrides) {
+TEST(EmaGuard, PreservesStrides) {
   torch::Tensor parameter = torch::rand({2, 3, 4, 5}).to(torch::MemoryFormat::ChannelsLast);
   parameter.requires_grad_();
   const Ema ema({parameter});
@@ -246,16 +249,16 @@ TEST(EmaGuard, KeepsStrides) {
   EXPECT_EQ(parameter.strides().vec(), strides);
 }
 
-// Two that ended in the order in which they began would leave an average behind.
-TEST(EmaGuard, RefusesParametersThatHoldAveragesAndChangesNothing) {
+// Two guards destroyed in the order of construction would leave an average in the parameter.
+TEST(EmaGuard, NestedGuardThrows) {
   torch::Tensor shared = weight({8}), own = weight({8});
   Ema first({shared}, {.decay = 0.5}), second({own, shared}, {.decay = 0.25});
-  for (torch::Tensor* const one : {&shared, &own}) write(*one, 4);
+  for (torch::Tensor* const one : {&shared, &own}) set_value(*one, 4);
   first.update();
   second.update();
   auto outer = std::make_unique<EmaGuard>(first);
   EXPECT_THAT(message_of([&] { const EmaGuard inner(second); }),
-              HasSubstr("an EmaGuard is alive; let that scope end first"));
+              HasSubstr("an EmaGuard is alive; end its scope first"));
   EXPECT_EQ(shared.item<float>(), 6);
   EXPECT_EQ(own.item<float>(), 4);
   outer.reset();
@@ -278,7 +281,7 @@ mezzo::optim::AdamW make(const torch::Tensor& parameter, WeightStorage storage) 
                              mezzo::optim::AdamWOptions(1e-2), {.weight_storage = storage});
 }
 
-mezzo::EmaOptions options_for(mezzo::optim::AdamW& optimizer, WeightStorage storage) {
+mezzo::EmaOptions make_ema_options(mezzo::optim::AdamW& optimizer, WeightStorage storage) {
   mezzo::EmaOptions options{.decay = 0.9};
   if (storage == WeightStorage::fp32_master) {
     options.masters = [&optimizer] { return mezzo::master_params(optimizer); };
@@ -286,9 +289,9 @@ mezzo::EmaOptions options_for(mezzo::optim::AdamW& optimizer, WeightStorage stor
   return options;
 }
 
-/// What training has come to: the parameter, and what the optimizer keeps beside it.
-std::vector<torch::Tensor> outcome_of(mezzo::optim::AdamW& optimizer,
-                                      const torch::Tensor& parameter) {
+/// The parameter and its state.
+std::vector<torch::Tensor> get_tensors(mezzo::optim::AdamW& optimizer,
+                                       const torch::Tensor& parameter) {
   auto& state = get_param_state<mezzo::optim::AdamWParamState>(optimizer, parameter);
   std::vector<torch::Tensor> all{parameter, state.exp_avg(), state.exp_avg_sq()};
   for (const torch::Tensor& kept : {state.master(), state.low_bits()}) {
@@ -297,38 +300,39 @@ std::vector<torch::Tensor> outcome_of(mezzo::optim::AdamW& optimizer,
   return all;
 }
 
-/// Of two runs with the same gradients one evaluates averages now and then; in the end they have
-/// the same bits, in what the optimizer keeps beside the weights too.
-void expect_training_undisturbed(WeightStorage storage, at::ScalarType dtype) {
+/// Compares two runs with the same gradients, one of which evaluates averages, bitwise: parameters
+/// and states.
+void expect_training_unchanged(WeightStorage storage, at::ScalarType dtype) {
   torch::Tensor parameter = torch::linspace(-1, 1, 37).to(dtype).requires_grad_();
-  torch::Tensor watched = parameter.detach().clone().requires_grad_();
-  auto optimizer = make(parameter, storage), evaluated = make(watched, storage);
-  Ema ema({parameter}, options_for(optimizer, storage));
-  Ema ema_of_watched({watched}, options_for(evaluated, storage));
-  { const EmaGuard before_the_first_step(ema_of_watched); }
+  torch::Tensor evaluated_parameter = parameter.detach().clone().requires_grad_();
+  auto optimizer = make(parameter, storage), evaluated = make(evaluated_parameter, storage);
+  Ema ema({parameter}, make_ema_options(optimizer, storage));
+  Ema evaluated_ema({evaluated_parameter}, make_ema_options(evaluated, storage));
+  { const EmaGuard before_the_first_step(evaluated_ema); }
   for (int i = 0; i < 40; ++i) {
     step(optimizer, parameter);
     ema.update();
-    step(evaluated, watched);
-    ema_of_watched.update();
-    const EmaGuard averaged(ema_of_watched);
-    EXPECT_TRUE(torch::equal(watched.detach(), ema.averages()[0].to(dtype)));
+    step(evaluated, evaluated_parameter);
+    evaluated_ema.update();
+    const EmaGuard averaged(evaluated_ema);
+    EXPECT_TRUE(torch::equal(evaluated_parameter.detach(), ema.averages()[0].to(dtype)));
     if (i > 2) {
-      EXPECT_FALSE(torch::equal(watched, parameter)) << i;
+      EXPECT_FALSE(torch::equal(evaluated_parameter, parameter)) << i;
     }
   }
-  EXPECT_THAT(outcome_of(evaluated, watched), BitwiseEqual(outcome_of(optimizer, parameter)));
+  EXPECT_THAT(get_tensors(evaluated, evaluated_parameter),
+              BitwiseEqual(get_tensors(optimizer, parameter)));
 }
 
-// A master or a file that is made in the scope would be made from the average.
-TEST(EmaGuard, RefusesMastersAndFilesOfTheWeightsThatItTookAway) {
+// A master or archive made in the scope would have the average.
+TEST(EmaGuard, MasterParamAndSaveThrowInsideGuard) {
   torch::Tensor parameter = torch::ones({3}, torch::kBFloat16).requires_grad_();
   auto optimizer = make(parameter, WeightStorage::fp32_master);
   step(optimizer, parameter);
   Ema ema({parameter});
   {
     const EmaGuard averaged(ema);
-    const auto says = HasSubstr("let that scope end first");
+    const auto says = HasSubstr("end its scope first");
     EXPECT_THAT(message_of([&] { (void)mezzo::master_params(optimizer); }), says);
     std::ostringstream file;
     EXPECT_THAT(message_of([&] { torch::save(optimizer, file); }), says);
@@ -336,18 +340,18 @@ TEST(EmaGuard, RefusesMastersAndFilesOfTheWeightsThatItTookAway) {
   EXPECT_EQ(mezzo::master_params(optimizer).size(), 1U);
 }
 
-TEST(EmaGuard, LeavesTrainingAsItWasToTheBit) {
-  expect_training_undisturbed(WeightStorage::plain, torch::kFloat);
-  expect_training_undisturbed(WeightStorage::fp32_master, torch::kBFloat16);
-  expect_training_undisturbed(WeightStorage::fp32_master, torch::kHalf);
-  expect_training_undisturbed(WeightStorage::split_master, torch::kBFloat16);
-  expect_training_undisturbed(WeightStorage::stochastic_rounding, torch::kBFloat16);
+TEST(EmaGuard, TrainingContinuesBitwise) {
+  expect_training_unchanged(WeightStorage::plain, torch::kFloat);
+  expect_training_unchanged(WeightStorage::fp32_master, torch::kBFloat16);
+  expect_training_unchanged(WeightStorage::fp32_master, torch::kHalf);
+  expect_training_unchanged(WeightStorage::split_master, torch::kBFloat16);
+  expect_training_unchanged(WeightStorage::stochastic_rounding, torch::kBFloat16);
 }
 
-TEST(EmaGuard, RefusesAParameterOfAnotherShapeAndChangesNothing) {
+TEST(EmaGuard, ThrowsForResizedParam) {
   torch::Tensor first = weight({1}), second = weight({1});
   Ema ema({first, second}, {.decay = 0.5});
-  write(first, 3);
+  set_value(first, 3);
   ema.update();
   second.set_data(torch::zeros({2}));
   EXPECT_THAT(message_of([&] { const EmaGuard averaged(ema); }),
@@ -357,7 +361,7 @@ TEST(EmaGuard, RefusesAParameterOfAnotherShapeAndChangesNothing) {
   EXPECT_NO_THROW(ema.update());
 }
 
-TEST(EmaGuard, TakesGradientsAwaySoThatAStepInsideTrainsNothing) {
+TEST(EmaGuard, StepInsideGuardHasNoGradients) {
   for (const auto storage :
        {WeightStorage::plain, WeightStorage::fp32_master, WeightStorage::split_master}) {
     torch::Tensor parameter = torch::linspace(-1, 1, 37).to(torch::kBFloat16).requires_grad_();
@@ -365,7 +369,7 @@ TEST(EmaGuard, TakesGradientsAwaySoThatAStepInsideTrainsNothing) {
     Ema ema({parameter}, {.decay = 0.5});
     step(optimizer, parameter);
     ema.update();
-    const auto before = clone_all(outcome_of(optimizer, parameter));
+    const auto before = clone_all(get_tensors(optimizer, parameter));
     const torch::Tensor gradient = parameter.grad();
     {
       const EmaGuard averaged(ema);
@@ -374,11 +378,11 @@ TEST(EmaGuard, TakesGradientsAwaySoThatAStepInsideTrainsNothing) {
       parameter.sum().backward();
     }
     EXPECT_TRUE(parameter.grad().is_same(gradient));
-    EXPECT_THAT(outcome_of(optimizer, parameter), BitwiseEqual(before));
+    EXPECT_THAT(get_tensors(optimizer, parameter), BitwiseEqual(before));
   }
 }
 
-TEST(EmaGuard, GivesWeightsBackToWhoTrainedInside) {
+TEST(EmaGuard, RestoresWeightsTrainedInsideGuard) {
   for (const auto storage :
        {WeightStorage::plain, WeightStorage::fp32_master, WeightStorage::split_master}) {
     torch::Tensor parameter = torch::linspace(-1, 1, 37).to(torch::kBFloat16).requires_grad_();
@@ -399,8 +403,8 @@ TEST(EmaGuard, GivesWeightsBackToWhoTrainedInside) {
   }
 }
 
-// master_params shows the gradients of parameters at their masters.
-TEST(Ema, OfMastersKeepsNoGradientAlive) {
+// master_params sets the gradients of the masters.
+TEST(Ema, ReleasesGradientsOfMasters) {
   const torch::Tensor parameter = torch::ones({4}, torch::kBFloat16).requires_grad_();
   mezzo::optim::AdamW optimizer({parameter}, mezzo::optim::AdamWOptions(1e-2),
                                 {.weight_storage = WeightStorage::fp32_master});
@@ -413,12 +417,13 @@ TEST(Ema, OfMastersKeepsNoGradientAlive) {
   EXPECT_TRUE(parameter.grad().defined());
 }
 
-TEST(Ema, AveragesBuffersThatAreAppendedAndTakesMastersOfTheParameters) {
+TEST(Ema, AveragesAppendedBuffers) {
   torch::nn::BatchNorm1d norm(3);
   std::vector<torch::Tensor> averaged = norm->parameters();
   averaged.push_back(norm->running_mean);
-  Ema ema(averaged, {.decay = 0.5, .masters = given({torch::full({3}, 7), torch::Tensor()})});
-  write(norm->bias, 6);
+  Ema ema(averaged,
+          {.decay = 0.5, .masters = return_masters({torch::full({3}, 7), torch::Tensor()})});
+  set_value(norm->bias, 6);
   norm->running_mean.fill_(4);
   ema.update();
   EXPECT_EQ(ema.averages()[0][0].item<float>(), 7);
@@ -427,12 +432,12 @@ TEST(Ema, AveragesBuffersThatAreAppendedAndTakesMastersOfTheParameters) {
   EXPECT_EQ(norm->running_mean[0].item<float>(), 2);
 }
 
-// --- A step that a device decides; CPU tensors stand in for it.
+// --- Steps that a device decides, emulated with CPU tensors.
 
-/// A step that a device decides, of which the host is never told.
-class UnheardStep final : public mezzo::StepFuture {
+/// A step that a device decides and that is never ready.
+class NeverReadyStep final : public mezzo::StepFuture {
  public:
-  explicit UnheardStep(float found_inf) : found_inf_(torch::full({1}, found_inf)) {}
+  explicit NeverReadyStep(float found_inf) : found_inf_(torch::full({1}, found_inf)) {}
   bool ready() const noexcept override { return false; }
   const mezzo::StepResult::Values& values() override {
     ADD_FAILURE() << "the host waited for the device";
@@ -445,12 +450,12 @@ class UnheardStep final : public mezzo::StepFuture {
   mezzo::StepResult::Values outcome_;
 };
 
-StepResult step_with(float found_inf) {
-  return StepResult(std::make_shared<UnheardStep>(found_inf));
+StepResult make_device_result(float found_inf) {
+  return StepResult(std::make_shared<NeverReadyStep>(found_inf));
 }
 
-/// Parameters of every kind that an update treats differently.
-std::vector<torch::Tensor> every_kind() {
+/// One parameter for each code path of an update.
+std::vector<torch::Tensor> make_parameters() {
   const torch::Tensor square = torch::rand({4, 4});
   return {torch::rand({1000}),
           torch::rand({7}),
@@ -464,18 +469,18 @@ std::vector<torch::Tensor> every_kind() {
           torch::rand({})};
 }
 
-TEST(StepResultOnTheHost, HasNoFlagOnADevice) {
+TEST(StepResult, HostResultHasNoDeviceFoundInf) {
   EXPECT_FALSE(StepResult({.applied = true}).found_inf_on_device().defined());
   EXPECT_FALSE(StepResult({.applied = false}).found_inf_on_device().defined());
 }
 
-TEST(EmaOnADevice, MovesAsTheHostsDoesWithoutAWait) {
+TEST(EmaDeviceResult, MatchesHostResultWithoutSync) {
   torch::manual_seed(3);
-  const std::vector<torch::Tensor> parameters = every_kind();
+  const std::vector<torch::Tensor> parameters = make_parameters();
   Ema on_device(parameters, {.decay = 0.9}), on_host(parameters, {.decay = 0.9});
   for (int i = 0; i < 10; ++i) {
     for (const torch::Tensor& parameter : parameters) parameter.copy_(torch::rand_like(parameter));
-    on_device.update(step_with(0));
+    on_device.update(make_device_result(0));
     on_host.update(StepResult({.applied = true}));
   }
   for (std::size_t i = 0; i < parameters.size(); ++i) {
@@ -484,12 +489,12 @@ TEST(EmaOnADevice, MovesAsTheHostsDoesWithoutAWait) {
   }
 }
 
-TEST(EmaOnADevice, ReadsTheWeightsAndWritesOnlyAverages) {
-  const std::vector<torch::Tensor> parameters = every_kind();
+TEST(EmaDeviceResult, WritesOnlyAverages) {
+  const std::vector<torch::Tensor> parameters = make_parameters();
   const std::vector<torch::Tensor> before = clone_all(parameters);
   Ema ema(parameters, {.decay = 0.5});
   for (const torch::Tensor& average : ema.averages()) torch::Tensor(average).zero_();
-  ema.update(step_with(0));
+  ema.update(make_device_result(0));
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     EXPECT_THAT(parameters[i], BitwiseEqual(before[i])) << i;
     EXPECT_TRUE(torch::allclose(ema.averages()[i], before[i].to(ema.averages()[i].dtype()) / 2))
@@ -497,17 +502,17 @@ TEST(EmaOnADevice, ReadsTheWeightsAndWritesOnlyAverages) {
   }
 }
 
-TEST(EmaOnADevice, LeavesAllBitsAsTheyAreWhereTheStepWasSkipped) {
-  const std::vector<torch::Tensor> parameters = every_kind();
+TEST(EmaDeviceResult, SkippedStepLeavesAveragesUnchanged) {
+  const std::vector<torch::Tensor> parameters = make_parameters();
   Ema ema(parameters, {.decay = 0.5});
   for (const torch::Tensor& average : ema.averages()) {
     if (average.numel() > 1) torch::Tensor(average).flatten()[0] = -0.0;
   }
   const std::vector<torch::Tensor> before = clone_all(ema.averages());
-  for (const float found_inf : {1.0F, 3.0F, kInfinity}) {  // a count, where several looked
+  for (const float found_inf : {1.0F, 3.0F, kInfinity}) {  // a sum over several checks
     for (const float broken : {5.0F, kInfinity, kNan}) {
       for (const torch::Tensor& parameter : parameters) parameter.fill_(broken);
-      ema.update(step_with(found_inf));
+      ema.update(make_device_result(found_inf));
     }
   }
   for (std::size_t i = 0; i < before.size(); ++i) {
@@ -515,14 +520,14 @@ TEST(EmaOnADevice, LeavesAllBitsAsTheyAreWhereTheStepWasSkipped) {
   }
 }
 
-TEST(EmaOnADevice, ShowsItsWritesToWhoeverCachesCastsOfAnAverage) {
+TEST(EmaDeviceResult, BumpsVersionCounters) {
   Ema ema({torch::ones({2})});
   const auto version = ema.averages()[0]._version();
-  ema.update(step_with(0));
+  ema.update(make_device_result(0));
   EXPECT_GT(ema.averages()[0]._version(), version);
 }
 
-TEST(EmaUnderInference, IsFollowedByAnUpdateOutsideOfIt) {
+TEST(EmaInferenceMode, UpdatesInsideAndOutside) {
   torch::Tensor parameter = torch::ones({4});
   std::unique_ptr<Ema> ema;
   {
@@ -534,7 +539,7 @@ TEST(EmaUnderInference, IsFollowedByAnUpdateOutsideOfIt) {
   }
   EXPECT_FALSE(ema->averages()[0].is_inference());
   ema->update();
-  ema->update(step_with(0));
+  ema->update(make_device_result(0));
   EXPECT_TRUE(torch::equal(ema->averages()[0], torch::full({4}, 2.75)));
   EXPECT_TRUE(torch::equal(ema->averages()[1], torch::ones({4})));
 }

@@ -13,7 +13,7 @@
 
 #include "../support/message_of.h"
 
-// Gradients in flat buffers: whatever becomes of a gradient, its value is kept and found.
+// GradBuckets preserves gradient values through any change of `.grad`.
 namespace grad_buckets_test {
 namespace {
 
@@ -22,12 +22,12 @@ using test_support::message_of;
 using testing::HasSubstr;
 using torch::Tensor;
 
-Tensor leaf(torch::IntArrayRef sizes, torch::ScalarType dtype = torch::kFloat) {
+Tensor make_leaf(torch::IntArrayRef sizes, torch::ScalarType dtype = torch::kFloat) {
   return torch::randn(sizes, dtype).requires_grad_();
 }
 
-/// d(loss)/d(parameter) = weight, everywhere.
-Tensor loss_of(const std::vector<Tensor>& parameters, double weight = 1.0) {
+/// A loss whose gradient is `weight` everywhere.
+Tensor compute_loss(const std::vector<Tensor>& parameters, double weight = 1.0) {
   auto loss = torch::zeros({}, torch::kDouble);
   for (const auto& parameter : parameters) {
     loss = loss + weight * parameter.sum().to(torch::kDouble);
@@ -35,8 +35,7 @@ Tensor loss_of(const std::vector<Tensor>& parameters, double weight = 1.0) {
   return loss;
 }
 
-/// Brings all gradients to their places. Returns the sum of squares of all that lies in the
-/// buffers, the gaps included.
+/// Copies all gradients to the buckets. Returns the squared norm of the buffers, padding included.
 double norm_sq(GradBuckets& buckets) {
   buckets.copy_grads_to_buckets();
   double sum = 0;
@@ -52,9 +51,10 @@ double norm_sq(GradBuckets& buckets) {
   return sum;
 }
 
-TEST(GradBuckets, GroupsByDtypeInReverseOrderUpToTheCap) {
-  const std::vector<Tensor> parameters{leaf({16}), leaf({16}, torch::kBFloat16), leaf({16}),
-                                       leaf({16}), leaf({4}, torch::kDouble)};
+TEST(GradBuckets, GroupsByDtypeInReverseOrderUpToCap) {
+  const std::vector<Tensor> parameters{make_leaf({16}), make_leaf({16}, torch::kBFloat16),
+                                       make_leaf({16}), make_leaf({16}),
+                                       make_leaf({4}, torch::kDouble)};
   const GradBuckets buckets(parameters, {.bucket_cap_bytes = 128});
   ASSERT_EQ(buckets.buckets().size(), 4U);
   const auto numbers = [&](std::size_t i) { return buckets.buckets()[i].parameters; };
@@ -66,10 +66,10 @@ TEST(GradBuckets, GroupsByDtypeInReverseOrderUpToTheCap) {
   EXPECT_EQ(buckets.buckets()[1].buffer.numel(), 32);
 }
 
-TEST(GradBuckets, BeginEachGradientAtACacheLineWithZerosBetween) {
-  const std::vector<Tensor> parameters{leaf({3}), leaf({20})};
+TEST(GradBuckets, AlignsGradientsTo64Bytes) {
+  const std::vector<Tensor> parameters{make_leaf({3}), make_leaf({20})};
   GradBuckets buckets(parameters);
-  loss_of(parameters, 2).backward();
+  compute_loss(parameters, 2).backward();
   EXPECT_EQ(norm_sq(buckets), 4 * 23);
   const auto& flat = buckets.buckets()[0].buffer;
   EXPECT_EQ(parameters[0].grad().storage_offset(), 32);
@@ -78,9 +78,10 @@ TEST(GradBuckets, BeginEachGradientAtACacheLineWithZerosBetween) {
   EXPECT_TRUE(torch::equal(parameters[1].grad(), torch::ones({20})));
 }
 
-TEST(GradBuckets, KeepEveryGradientsValueStepAfterStep) {
-  const std::vector<Tensor> parameters{leaf({3, 5}), leaf({7}, torch::kDouble),
-                                       leaf({2, 2}, torch::kBFloat16), leaf({9}, torch::kHalf)};
+TEST(GradBuckets, PreservesGradientsOverSteps) {
+  const std::vector<Tensor> parameters{make_leaf({3, 5}), make_leaf({7}, torch::kDouble),
+                                       make_leaf({2, 2}, torch::kBFloat16),
+                                       make_leaf({9}, torch::kHalf)};
   GradBuckets buckets(parameters);
   for (int step = 1; step <= 3; ++step) {
     if (step == 1) buckets.zero_grad();
@@ -88,8 +89,8 @@ TEST(GradBuckets, KeepEveryGradientsValueStepAfterStep) {
     for (const auto& parameter : parameters) {
       if (step == 3) parameter.mutable_grad().reset();
     }
-    loss_of(parameters, step).backward();
-    loss_of(parameters, step).backward();
+    compute_loss(parameters, step).backward();
+    compute_loss(parameters, step).backward();
     EXPECT_EQ(norm_sq(buckets), (15 + 7 + 4 + 9) * 4 * step * step);
     for (const auto& parameter : parameters) {
       EXPECT_TRUE(torch::equal(parameter.grad(), torch::full_like(parameter, 2 * step)));
@@ -97,13 +98,13 @@ TEST(GradBuckets, KeepEveryGradientsValueStepAfterStep) {
   }
 }
 
-TEST(GradBuckets, FindAGradientThatTheUserReplaced) {
-  const std::vector<Tensor> parameters{leaf({3, 4}), leaf({4}), leaf({3})};
+TEST(GradBuckets, CopiesReplacedGradientsIn) {
+  const std::vector<Tensor> parameters{make_leaf({3, 4}), make_leaf({4}), make_leaf({3})};
   GradBuckets buckets(parameters);
-  loss_of(parameters).backward();
+  compute_loss(parameters).backward();
   buckets.copy_grads_to_buckets();
   const auto values = torch::randn({4, 3});
-  parameters[0].mutable_grad() = values.t();  // not laid out like the parameter, either
+  parameters[0].mutable_grad() = values.t();  // other strides than the parameter
   parameters[1].mutable_grad() = torch::ones({1}).expand({4});
   parameters[2].mutable_grad() = torch::_neg_view(torch::ones({3}));
   EXPECT_NEAR(norm_sq(buckets), 7 + values.square().sum().item<double>(), 1e-5);
@@ -113,7 +114,7 @@ TEST(GradBuckets, FindAGradientThatTheUserReplaced) {
   EXPECT_TRUE(torch::equal(parameters[2].grad(), torch::full({3}, -1.0F)));
 }
 
-TEST(GradBuckets, KeepGradientsThatWereExchanged) {
+TEST(GradBuckets, PreservesSwappedGradients) {
   const std::vector<torch::Tensor> parameters{torch::zeros({3}).requires_grad_(),
                                               torch::zeros({3}).requires_grad_()};
   mezzo::GradBuckets buckets(parameters);
@@ -126,24 +127,26 @@ TEST(GradBuckets, KeepGradientsThatWereExchanged) {
   EXPECT_TRUE(parameters[0].grad().is_same(buckets.bucket_view(0)));
 }
 
-TEST(GradBuckets, LeaveOutUnusedAndFrozenParameters) {
-  const std::vector<Tensor> parameters{leaf({3}), leaf({4}), torch::ones({5})};
+TEST(GradBuckets, ZeroesUnusedAndFrozenParams) {
+  const std::vector<Tensor> parameters{make_leaf({3}), make_leaf({4}), torch::ones({5})};
   GradBuckets buckets(parameters);
-  loss_of(parameters).backward();
+  compute_loss(parameters).backward();
   EXPECT_EQ(norm_sq(buckets), 7);
   buckets.zero_grad();
   parameters[1].set_requires_grad(false);
-  loss_of(parameters).backward();
+  compute_loss(parameters).backward();
   EXPECT_EQ(norm_sq(buckets), 3) << "what was there before is gone";
   EXPECT_FALSE(parameters[1].grad().defined());
 }
 
-TEST(GradBuckets, TakeParametersOfAnyLayoutAndSize) {
+TEST(GradBuckets, AcceptsAnyStridesAndSize) {
   const auto transposed = torch::randn({4, 3}).t().requires_grad_();
-  const auto with_gaps = torch::randn({4, 6}).slice(1, 0, 3).detach().requires_grad_();
-  const std::vector<Tensor> parameters{
-      transposed, with_gaps, leaf({}), leaf({0, 3}),
-      leaf({2, 3, 4, 5}).detach().contiguous(torch::MemoryFormat::ChannelsLast).requires_grad_()};
+  const auto non_dense = torch::randn({4, 6}).slice(1, 0, 3).detach().requires_grad_();
+  const std::vector<Tensor> parameters{transposed, non_dense, make_leaf({}), make_leaf({0, 3}),
+                                       make_leaf({2, 3, 4, 5})
+                                           .detach()
+                                           .contiguous(torch::MemoryFormat::ChannelsLast)
+                                           .requires_grad_()};
   GradBuckets buckets(parameters);
   for (int step = 0; step < 2; ++step) {
     buckets.zero_grad();
@@ -163,7 +166,7 @@ TEST(GradBuckets, TakeParametersOfAnyLayoutAndSize) {
   }
 }
 
-TEST(GradBuckets, HoldNothing) {
+TEST(GradBuckets, AcceptsEmptyParamList) {
   GradBuckets buckets(std::vector<Tensor>{});
   EXPECT_TRUE(buckets.buckets().empty());
   EXPECT_EQ(norm_sq(buckets), 0);
@@ -171,8 +174,8 @@ TEST(GradBuckets, HoldNothing) {
   buckets.zero_grad();
 }
 
-TEST(GradBuckets, ZeroAsModulesDo) {
-  const std::vector<Tensor> parameters{leaf({3}), leaf({4})};
+TEST(GradBuckets, ZeroGradMatchesModule) {
+  const std::vector<Tensor> parameters{make_leaf({3}), make_leaf({4})};
   GradBuckets buckets(parameters);
   parameters[0].sum().backward();
   buckets.zero_grad(false);
@@ -182,16 +185,16 @@ TEST(GradBuckets, ZeroAsModulesDo) {
   EXPECT_FALSE(parameters[0].grad().defined());
 }
 
-TEST(GradBuckets, ConvertAGradientOfAnotherFloatingDtype) {
-  const auto parameter = leaf({4});
+TEST(GradBuckets, ConvertsGradientDtype) {
+  const auto parameter = make_leaf({4});
   GradBuckets buckets({parameter});
   parameter.mutable_grad() = torch::full({4}, 1. / 3, torch::kDouble);
   buckets.copy_grads_to_buckets();
   EXPECT_TRUE(torch::equal(parameter.grad(), torch::full({4}, 1. / 3)));
 }
 
-TEST(GradBuckets, AreOfTheDtypeInWhichAutogradAddsUp) {
-  const auto parameter = leaf({4}, torch::kBFloat16);
+TEST(GradBuckets, UsesGradDtypeOfParams) {
+  const auto parameter = make_leaf({4}, torch::kBFloat16);
   parameter.set_grad_dtype(torch::kFloat);
   GradBuckets buckets({parameter});
   EXPECT_EQ(buckets.buckets()[0].dtype, torch::kFloat);
@@ -199,9 +202,9 @@ TEST(GradBuckets, AreOfTheDtypeInWhichAutogradAddsUp) {
   EXPECT_EQ(norm_sq(buckets), 4 * 1e6);
 }
 
-TEST(GradBuckets, RefuseWhatTheyWouldRoundOrCannotHold) {
+TEST(GradBuckets, ThrowsForRoundedOrMismatchedGradients) {
   for (const auto dtype : {torch::kHalf, torch::kBFloat16}) {
-    const auto parameter = leaf({4}, dtype);
+    const auto parameter = make_leaf({4}, dtype);
     GradBuckets buckets({parameter});
     parameter.mutable_grad() = torch::full({4}, 1e-8F);  // as unscaled for a master
     EXPECT_THAT(message_of([&] { buckets.copy_grads_to_buckets(); }),
@@ -211,32 +214,33 @@ TEST(GradBuckets, RefuseWhatTheyWouldRoundOrCannotHold) {
     EXPECT_THAT(message_of([&] { buckets.copy_grads_to_buckets(); }),
                 HasSubstr("accumulate_in_float"));
   }
-  const std::vector<Tensor> parameters{leaf({3}), leaf({4})};
+  const std::vector<Tensor> parameters{make_leaf({3}), make_leaf({4})};
   GradBuckets buckets(parameters);
   for (const Tensor& bad : {torch::ones({4}, torch::kLong), torch::ones({4}).to_sparse(),
                             torch::ones({2, 2}), torch::ones({4}, torch::kMeta)}) {
-    // libtorch checks a gradient's dtype itself where it is set by its own calls.
+    // torch checks the dtype of a gradient that is set by its own functions.
     parameters[1].mutable_grad() = bad;
     EXPECT_THAT(message_of([&] { buckets.copy_grads_to_buckets(); }),
                 HasSubstr("the gradient of parameter 1 (float32 [4] on cpu) is"));
   }
   parameters[1].mutable_grad() = torch::ones({4});
   EXPECT_EQ(norm_sq(buckets), 4);
-  const auto parameter = leaf({4});
+  const auto parameter = make_leaf({4});
   GradBuckets own({parameter});
   parameter.set_data(torch::ones({2, 2}));
   parameter.mutable_grad() = torch::ones({4});
-  EXPECT_THAT(message_of([&] { own.copy_grads_to_buckets(); }), HasSubstr("and their place is"));
+  EXPECT_THAT(message_of([&] { own.copy_grads_to_buckets(); }),
+              HasSubstr("and their bucket view is"));
 }
 
-TEST(GradBuckets, NameAParameterThatCannotHaveAPlace) {
-  const auto twice = leaf({3});
-  EXPECT_THAT(message_of([&] { GradBuckets({twice, twice}); }), HasSubstr("is given twice"));
+TEST(GradBuckets, ThrowsForInvalidParam) {
+  const auto twice = make_leaf({3});
+  EXPECT_THAT(message_of([&] { GradBuckets({twice, twice}); }), HasSubstr("appears twice"));
   EXPECT_THAT(message_of([&] {
                 GradBuckets({twice, Tensor()});
               }),
               HasSubstr("parameter 1 is undefined"));
-  EXPECT_THAT(message_of([&] { GradBuckets({twice * 2}); }), HasSubstr("is no leaf"));
+  EXPECT_THAT(message_of([&] { GradBuckets({twice * 2}); }), HasSubstr("is not a leaf"));
   EXPECT_THAT(message_of([&] { GradBuckets({torch::ones({3}, torch::kLong)}); }),
               HasSubstr("float32, float64, bfloat16 or float16"));
   EXPECT_THAT(message_of([&] { GradBuckets({torch::ones({3}).to_sparse()}); }),
@@ -245,12 +249,12 @@ TEST(GradBuckets, NameAParameterThatCannotHaveAPlace) {
     const c10::InferenceMode mode;
     return torch::ones({3});
   }();
-  EXPECT_THAT(message_of([&] { GradBuckets({inference}); }), HasSubstr("under c10::InferenceMode"));
+  EXPECT_THAT(message_of([&] { GradBuckets({inference}); }), HasSubstr("is an inference tensor"));
   EXPECT_THAT(message_of([&] { GradBuckets({twice}, {.bucket_cap_bytes = 0}); }),
               HasSubstr("bucket_cap_bytes is 0"));
 }
 
-TEST(GradBuckets, TrainToTheBitsOfALoopWithoutThem) {
+TEST(GradBuckets, TrainingIsBitwiseIdentical) {
   const auto train = [](bool has_buckets) {
     torch::manual_seed(3);
     torch::nn::Linear model(7, 5);

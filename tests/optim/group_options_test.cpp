@@ -1,4 +1,4 @@
-// Options that a param group leaves at their defaults.
+// Param group options with default values.
 
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/adamw8bit.h>
@@ -18,16 +18,16 @@ namespace {
 using torch::optim::OptimizerParamGroup;
 
 template <class Options>
-OptimizerParamGroup group_of(const Options& options) {
+OptimizerParamGroup make_group(const Options& options) {
   return {{torch::ones({2, 2}).requires_grad_()}, std::make_unique<Options>(options)};
 }
 
-/// Returns lr and weight decay of a group that sets its decay alone, given to the constructor, and
-/// of one that is added later.
+/// Returns lr and weight decay of two groups that set only the weight decay: one passed to the
+/// constructor, one added later.
 template <class Optimizer, class Options>
-std::vector<double> options_of_groups() {
-  Optimizer optimizer({group_of(Options().weight_decay(0.25))}, Options(0.5).weight_decay(0.75));
-  optimizer.add_param_group(group_of(Options().weight_decay(0.25)));
+std::vector<double> get_group_options() {
+  Optimizer optimizer({make_group(Options().weight_decay(0.25))}, Options(0.5).weight_decay(0.75));
+  optimizer.add_param_group(make_group(Options().weight_decay(0.25)));
   std::vector<double> all;
   for (auto& group : optimizer.param_groups()) {
     const auto& options = static_cast<const Options&>(group.options());
@@ -37,21 +37,20 @@ std::vector<double> options_of_groups() {
   return all;
 }
 
-// From libtorch 2.12 on such a group takes the optimizer's learning rate; before, it keeps the
-// default.
-TEST(GroupOptions, InheritAsLibtorchsDo) {
+// Since libtorch 2.12 such a group inherits the optimizer's lr; before, it kept the default.
+TEST(GroupOptions, InheritLikeTorch) {
   using torch::optim::AdamWOptions;
-  const auto expected = options_of_groups<torch::optim::AdamW, AdamWOptions>();
+  const auto expected = get_group_options<torch::optim::AdamW, AdamWOptions>();
   EXPECT_EQ(expected[0] != 0, mezzo::detail::kGroupsInheritOptions);
   using namespace mezzo::optim;
-  EXPECT_EQ((options_of_groups<AdamW, AdamWOptions>()), expected);
-  EXPECT_EQ((options_of_groups<AdamW8bit, AdamWOptions>()), expected);
-  EXPECT_EQ((options_of_groups<Lion, LionOptions>()), expected);
-  EXPECT_EQ((options_of_groups<LAMB, LAMBOptions>()), expected);
-  EXPECT_EQ((options_of_groups<Muon, MuonOptions>()), expected);
+  EXPECT_EQ((get_group_options<AdamW, AdamWOptions>()), expected);
+  EXPECT_EQ((get_group_options<AdamW8bit, AdamWOptions>()), expected);
+  EXPECT_EQ((get_group_options<Lion, LionOptions>()), expected);
+  EXPECT_EQ((get_group_options<LAMB, LAMBOptions>()), expected);
+  EXPECT_EQ((get_group_options<Muon, MuonOptions>()), expected);
 }
 
-TEST(GroupOptions, InheritWhereTheyHaveInitialValues) {
+TEST(GroupOptions, InheritWhereDefault) {
   mezzo::optim::LionOptions group, defaults(0.5);
   group.weight_decay(0.25);
   defaults.weight_decay(0.75).betas({0.5, 0.6});

@@ -1,4 +1,4 @@
-// Steps under c10::InferenceMode, and of gradients that were made under it.
+// Steps under c10::InferenceMode, and with inference gradients.
 
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/master_weights.h>
@@ -26,33 +26,33 @@ using test_support::BitwiseEqual;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
 
-struct AdamWThere {
+struct AdamWCase {
   using Optimizer = mezzo::optim::AdamW;
   static mezzo::optim::AdamWOptions options() { return {0.1}; }
 };
-struct SgdThere {
+struct SgdCase {
   using Optimizer = mezzo::optim::SGD;
   static mezzo::optim::SGDOptions options() { return mezzo::optim::SGDOptions(0.1).momentum(0.9); }
 };
 constexpr int64_t kNumel = 70;
 
-torch::Tensor slope_like(const torch::Tensor& parameter) {
+torch::Tensor make_gradient(const torch::Tensor& parameter) {
   return torch::linspace(-1, 1, parameter.numel()).to(parameter.scalar_type());
 }
 
 template <class Case>
-class StepUnderInference : public testing::Test {
+class StepInferenceMode : public testing::Test {
  protected:
   using Optimizer = typename Case::Optimizer;
 
-  /// Four steps, those of `modes` under InferenceMode; the weights after each.
+  /// Returns the weights after each of four steps; `modes` selects InferenceMode for each.
   static std::vector<torch::Tensor> train(const std::vector<bool>& modes, WeightStorage storage) {
     const auto dtype = storage == WeightStorage::plain ? torch::kFloat : torch::kBFloat16;
     const auto parameter = torch::linspace(1, 2, kNumel).to(dtype).requires_grad_();
     Optimizer optimizer({parameter}, Case::options(), {.weight_storage = storage});
     std::vector<torch::Tensor> weights;
     for (const bool mode : modes) {
-      parameter.mutable_grad() = slope_like(parameter);
+      parameter.mutable_grad() = make_gradient(parameter);
       {
         const c10::InferenceMode inference(mode);
         optimizer.step();
@@ -63,10 +63,10 @@ class StepUnderInference : public testing::Test {
   }
 };
 
-using AllThere = testing::Types<AdamWThere, SgdThere>;
-TYPED_TEST_SUITE(StepUnderInference, AllThere);
+using Cases = testing::Types<AdamWCase, SgdCase>;
+TYPED_TEST_SUITE(StepInferenceMode, Cases);
 
-TYPED_TEST(StepUnderInference, IsFollowedByOneOutsideOfIt) {
+TYPED_TEST(StepInferenceMode, StepsInsideAndOutside) {
   for (const WeightStorage storage :
        {WeightStorage::plain, WeightStorage::fp32_master, WeightStorage::split_master,
         WeightStorage::stochastic_rounding}) {
@@ -76,10 +76,10 @@ TYPED_TEST(StepUnderInference, IsFollowedByOneOutsideOfIt) {
   }
 }
 
-TYPED_TEST(StepUnderInference, GoesOnFromAFileThatWasReadThere) {
+TYPED_TEST(StepInferenceMode, ResumesFromArchiveLoadedInside) {
   const auto parameter = torch::ones({kNumel}).requires_grad_();
   typename TypeParam::Optimizer optimizer({parameter}, TypeParam::options());
-  parameter.mutable_grad() = slope_like(parameter);
+  parameter.mutable_grad() = make_gradient(parameter);
   optimizer.step();
   const std::string file = test_support::save_to_string(optimizer);
   {
@@ -91,7 +91,7 @@ TYPED_TEST(StepUnderInference, GoesOnFromAFileThatWasReadThere) {
   EXPECT_FALSE(torch::equal(parameter, before));
 }
 
-TYPED_TEST(StepUnderInference, TakesGradientsThatWereMadeThere) {
+TYPED_TEST(StepInferenceMode, AcceptsInferenceGradients) {
   for (const bool is_dense : {true, false}) {
     const auto parameter = torch::ones({kNumel, 2}).requires_grad_();
     typename TypeParam::Optimizer optimizer({parameter}, TypeParam::options());
@@ -107,26 +107,27 @@ TYPED_TEST(StepUnderInference, TakesGradientsThatWereMadeThere) {
   }
 }
 
-TYPED_TEST(StepUnderInference, RefusesParametersThatWereMadeThere) {
+TYPED_TEST(StepInferenceMode, ThrowsForInferenceParams) {
   std::optional<c10::InferenceMode> inference(std::in_place);
   const auto parameter = torch::ones({kNumel});
-  parameter.mutable_grad() = slope_like(parameter);
+  parameter.mutable_grad() = make_gradient(parameter);
   typename TypeParam::Optimizer optimizer({parameter}, TypeParam::options());
   for (const bool mode : {true, false}) {
     if (!mode) inference.reset();
     EXPECT_THAT([&] { optimizer.step(); },
-                ThrowsMessage<c10::Error>(HasSubstr("made under c10::InferenceMode")));
+                ThrowsMessage<c10::Error>(HasSubstr("is an inference tensor")));
     EXPECT_TRUE(torch::equal(parameter, torch::ones({kNumel})));
   }
 }
 
-TEST(MasterWeightsUnderInference, GoOnFromAFileThatWasReadThere) {
+TEST(MasterWeightsInferenceMode, ResumesFromArchiveLoadedInside) {
   const auto train = [](bool mode) {
     const auto parameter = torch::linspace(1, 2, kNumel).to(torch::kBFloat16).requires_grad_();
-    torch::optim::SGD inner({parameter}, 0.1);  // whose state libtorch could not write to later
+    torch::optim::SGD inner({parameter},
+                            0.1);  // with inference state torch could not write it later
     mezzo::MasterWeights masters(inner);
     const auto step = [&] {
-      parameter.mutable_grad() = slope_like(parameter);
+      parameter.mutable_grad() = make_gradient(parameter);
       masters.step();
     };
     step();
@@ -141,7 +142,7 @@ TEST(MasterWeightsUnderInference, GoOnFromAFileThatWasReadThere) {
   EXPECT_TRUE(torch::equal(train(true), train(false)));
 }
 
-TEST(StepWithAten, UnderInferenceIsFollowedByOneOutsideOfIt) {
+TEST(AtenStepInferenceMode, StepsInsideAndOutside) {
   const auto parameter = torch::ones({kNumel}).requires_grad_();
   test_support::AtenOptimizer<mezzo::optim::AdamW> optimizer({parameter});
   for (const bool mode : {true, false, true}) {
@@ -156,7 +157,7 @@ TEST(StepWithAten, UnderInferenceIsFollowedByOneOutsideOfIt) {
   }
 }
 
-TEST(ScalerUnderInference, UnscalesGradientsThatWereMadeThereOnce) {
+TEST(GradScalerInferenceMode, UnscalesInferenceGradientsOnce) {
   const auto dense = torch::ones({kNumel}).requires_grad_();
   const auto with_gaps = torch::ones({kNumel, 2}).requires_grad_();
   mezzo::optim::AdamW optimizer({dense, with_gaps});
@@ -174,7 +175,7 @@ TEST(ScalerUnderInference, UnscalesGradientsThatWereMadeThereOnce) {
   EXPECT_FALSE(with_gaps.grad().any().item<bool>());
 }
 
-TEST(ScalerUnderInference, IsUpdatedOutsideOfIt) {
+TEST(GradScalerInferenceMode, UpdatesOutside) {
   const auto parameter = torch::ones({kNumel}).requires_grad_();
   mezzo::optim::AdamW optimizer({parameter});
   mezzo::GradScaler scaler({.init_scale = 4.F, .growth_interval = 1});
@@ -194,7 +195,7 @@ TEST(ScalerUnderInference, IsUpdatedOutsideOfIt) {
   EXPECT_EQ(scaler.get_scale(), 16.0);
 }
 
-TEST(ScalerUnderInference, GradientsOfMastersThatItMadeFloatAreClearedOutsideOfIt) {
+TEST(GradScalerInferenceMode, ZeroesMasterGradientsOutside) {
   const auto parameter = torch::ones({kNumel}, torch::kBFloat16).requires_grad_();
   mezzo::optim::SGD optimizer({parameter}, mezzo::optim::SGDOptions(0.5),
                               {.weight_storage = WeightStorage::fp32_master});
@@ -210,7 +211,7 @@ TEST(ScalerUnderInference, GradientsOfMastersThatItMadeFloatAreClearedOutsideOfI
   EXPECT_FALSE(parameter.grad().any().item<bool>());
 }
 
-TEST(MasterWeightsUnderInference, AreFollowedByStepsOutsideOfIt) {
+TEST(MasterWeightsInferenceMode, StepsInsideAndOutside) {
   const auto parameter = torch::ones({kNumel}, torch::kBFloat16).requires_grad_();
   torch::optim::SGD optimizer({parameter}, 0.25);
   mezzo::MasterWeights masters(optimizer);

@@ -1,4 +1,4 @@
-// mezzo::optim::LAMB against the paper's algorithm in libtorch's ops, as Apex's FusedLAMB has it.
+// LAMB compared with Apex's FusedLAMB in torch ops.
 
 #include <mezzo/optim/lamb.h>
 
@@ -16,22 +16,22 @@ namespace {
 using mezzo::optim::LAMB;
 using mezzo::optim::LAMBOptions;
 
-/// One parameter's LAMB in ops.
-class LambInOps {
+/// Reference LAMB of one parameter.
+class ReferenceLamb {
  public:
-  LambInOps(const torch::Tensor& parameter, const LAMBOptions& options)
+  ReferenceLamb(const torch::Tensor& parameter, const LAMBOptions& options)
       : options_(options),
         parameter_(parameter.detach().clone()),
-        mean_(torch::zeros_like(parameter_)),
-        square_(torch::zeros_like(parameter_)) {}
+        exp_avg_(torch::zeros_like(parameter_)),
+        exp_avg_sq_(torch::zeros_like(parameter_)) {}
 
   void step(const torch::Tensor& gradient) {
     const auto [beta1, beta2] = options_.betas();
     ++count_;
-    mean_ = beta1 * mean_ + (1 - beta1) * gradient;
-    square_ = beta2 * square_ + (1 - beta2) * gradient * gradient;
-    auto mean = mean_;
-    auto square = square_;
+    exp_avg_ = beta1 * exp_avg_ + (1 - beta1) * gradient;
+    exp_avg_sq_ = beta2 * exp_avg_sq_ + (1 - beta2) * gradient * gradient;
+    auto mean = exp_avg_;
+    auto square = exp_avg_sq_;
     if (options_.bias_correction()) {
       mean = mean / (1 - std::pow(beta1, count_));
       square = square / (1 - std::pow(beta2, count_));
@@ -52,13 +52,13 @@ class LambInOps {
  private:
   LAMBOptions options_;
   torch::Tensor parameter_;
-  torch::Tensor mean_;
-  torch::Tensor square_;
+  torch::Tensor exp_avg_;
+  torch::Tensor exp_avg_sq_;
   int count_ = 0;
 };
 
-/// Sizes within a piece and of two, and layouts of every kind.
-std::vector<torch::Tensor> parameters(torch::ScalarType dtype) {
+/// Sizes of one and two chunks, and several layouts.
+std::vector<torch::Tensor> make_parameters(torch::ScalarType dtype) {
   torch::manual_seed(3);
   const auto random = [&](at::IntArrayRef shape) { return torch::randn(shape, dtype); };
   return {random({33, 17}),
@@ -72,8 +72,8 @@ std::vector<torch::Tensor> parameters(torch::ScalarType dtype) {
 
 void expect_plain_steps(torch::ScalarType dtype, const LAMBOptions& options, int steps,
                         double tolerance) {
-  const auto ours = parameters(dtype);
-  std::vector<LambInOps> plain;
+  const auto ours = make_parameters(dtype);
+  std::vector<ReferenceLamb> plain;
   for (const auto& parameter : ours) plain.emplace_back(parameter, options);
   LAMB optimizer(ours, options);
   for (int step = 0; step < steps; ++step) {
@@ -89,14 +89,14 @@ void expect_plain_steps(torch::ScalarType dtype, const LAMBOptions& options, int
   }
 }
 
-// The tolerances are about ten units in the last place of a value near 1.
-TEST(LAMB, TakesThePapersStepsInFloatAndDouble) {
+// Tolerances of about ten ULPs at 1.
+TEST(LAMB, MatchesReferenceInFloat32AndFloat64) {
   const auto options = LAMBOptions(1e-2).weight_decay(0.1);
   expect_plain_steps(torch::kFloat, options, /*steps=*/100, 1e-6);
   expect_plain_steps(torch::kDouble, options, /*steps=*/100, 2e-15);
 }
 
-TEST(LAMB, TakesThePapersStepsWithEveryOption) {
+TEST(LAMB, MatchesReferenceForEachOption) {
   for (const auto& options :
        {LAMBOptions(1e-2).weight_decay(0.3).betas({0.8, 0.95}).eps(1e-3),
         LAMBOptions(1e-2).bias_correction(false), LAMBOptions(1e-2).weight_decay(0),
@@ -105,7 +105,7 @@ TEST(LAMB, TakesThePapersStepsWithEveryOption) {
   }
 }
 
-TEST(LAMB, HasApexsDefaults) {
+TEST(LAMB, DefaultsMatchApex) {
   const LAMBOptions options;
   EXPECT_EQ(options.lr(), 1e-3);
   EXPECT_EQ(options.betas(), std::make_tuple(0.9, 0.999));
@@ -116,7 +116,7 @@ TEST(LAMB, HasApexsDefaults) {
 }
 
 // In a first step with bias correction each element of the update is 1 or -1 (eps 0).
-TEST(LAMB, StepsAsFarAsTheRateTimesTheParameterIsLong) {
+TEST(LAMB, UpdateNormIsLrTimesParamNorm) {
   const auto x = torch::tensor({3.0, 0.0, -4.0, 0.0}, torch::kDouble);
   LAMB optimizer({x}, LAMBOptions(0.1).weight_decay(0).eps(0).use_nvlamb(true));
   x.mutable_grad() = torch::tensor({1.0, -7.0, 0.5, 2.0}, torch::kDouble);
@@ -125,7 +125,7 @@ TEST(LAMB, StepsAsFarAsTheRateTimesTheParameterIsLong) {
   EXPECT_TRUE(torch::allclose(x, expected, 0, 1e-14)) << x;
 }
 
-TEST(LAMB, TakesAdamsStepsInGroupsWithoutWeightDecay) {
+TEST(LAMB, MatchesAdamWithoutWeightDecay) {
   const auto x = torch::tensor({3.0, 0.0, -4.0, 0.0}, torch::kDouble);
   LAMB optimizer({x}, LAMBOptions(0.1).weight_decay(0).eps(0));
   x.mutable_grad() = torch::tensor({1.0, -7.0, 0.5, 2.0}, torch::kDouble);
@@ -134,7 +134,7 @@ TEST(LAMB, TakesAdamsStepsInGroupsWithoutWeightDecay) {
   EXPECT_TRUE(torch::allclose(x, expected, 0, 1e-14)) << x;
 }
 
-TEST(LAMB, HasATrustRatioOfOneForAParameterOrAnUpdateOfZeros) {
+TEST(LAMB, ZeroNormGivesTrustRatioOne) {
   const auto zeros = torch::zeros({4}, torch::kDouble);
   const auto still = torch::tensor({3.0, 4.0}, torch::kDouble);
   LAMB optimizer({zeros, still}, LAMBOptions(0.5).eps(1).weight_decay(0).use_nvlamb(true));
@@ -145,7 +145,7 @@ TEST(LAMB, HasATrustRatioOfOneForAParameterOrAnUpdateOfZeros) {
   EXPECT_TRUE(torch::equal(still, torch::tensor({3.0, 4.0}, torch::kDouble)));
 }
 
-TEST(LAMB, LetsANaNShowInAllOfItsParameterAndInNoOther) {
+TEST(LAMB, NaNSpreadsOverOneParamOnly) {
   const auto bad = torch::ones({5});
   const auto good = torch::ones({5});
   LAMB optimizer({bad, good});

@@ -1,4 +1,4 @@
-// mezzo::optim::Lion against the paper's algorithm, which libtorch does not have.
+// Lion compared with the paper's algorithm.
 
 #include <mezzo/optim/lion.h>
 
@@ -11,7 +11,7 @@ namespace {
 using mezzo::optim::Lion;
 using mezzo::optim::LionOptions;
 
-/// Ops of libtorch, as the paper writes the algorithm.
+/// The paper's algorithm in torch ops.
 void paper_step(torch::Tensor& parameter, torch::Tensor& mean, const torch::Tensor& gradient,
                 double lr, double decay) {
   const auto update = (0.9 * mean + 0.1 * gradient).sign();
@@ -19,7 +19,7 @@ void paper_step(torch::Tensor& parameter, torch::Tensor& mean, const torch::Tens
   mean = 0.99 * mean + 0.01 * gradient;
 }
 
-TEST(Lion, TakesThePapersSteps) {
+TEST(Lion, MatchesReference) {
   torch::manual_seed(2);
   const auto x = torch::randn({50}, torch::kDouble);
   auto expected = x.clone();

@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "../support/aten_optimizer.h"
+#include "../support/message_of.h"
 #include "../support/save_to_string.h"
 #include "../support/special_values.h"
 #include "../support/throwing_sgd.h"
@@ -40,6 +41,7 @@ using mezzo::optim::AdamWOptions;
 using mezzo::optim::SGD;
 using mezzo::optim::SGDOptions;
 using test_support::load_from_string;
+using test_support::message_of;
 using test_support::save_to_string;
 using testing::DoubleEq;
 using testing::ElementsAre;
@@ -59,10 +61,10 @@ std::vector<double> factors(const Curve& curve, int64_t count) {
 
 MATCHER(IsClose, "") { return std::abs(std::get<0>(arg) - std::get<1>(arg)) <= 1e-15; }
 
-// The expected numbers are those of transformers 5.23 with torch 2.11: the rate of SGD(lr=1) before
-// each step under the function that is named.
+// Expected values are from transformers 5.23 with torch 2.11: the lr of SGD(lr=1) before each step
+// with the named function.
 
-TEST(LrCurves, HaveTheNumbersOfHuggingFaces) {
+TEST(LrCurves, MatchHuggingFace) {
   // get_linear_schedule_with_warmup(optimizer, 4, 10)
   EXPECT_THAT(factors(LinearCurve{.warmup_steps = 4, .total_steps = 10}, 13),
               Pointwise(IsClose(), {0.0, 0.25, 0.5, 0.75, 1.0, 5. / 6, 4. / 6, 3. / 6, 2. / 6,
@@ -88,7 +90,7 @@ TEST(LrCurves, HaveTheNumbersOfHuggingFaces) {
                             0.325, 0.2, 0.125, 0.1, 0.1, 0.1}));
 }
 
-TEST(LinearCurve, RisesFromItsInitialFactorAndFallsToItsMinimum) {
+TEST(LinearCurve, RisesFromInitialFactorAndFallsToMinFactor) {
   EXPECT_THAT(factors(LinearCurve{.warmup_steps = 4, .total_steps = 4, .min_factor = 1}, 7),
               ElementsAre(0.0, 0.25, 0.5, 0.75, 1.0, 1.0, 1.0));
   EXPECT_THAT(
@@ -99,14 +101,14 @@ TEST(LinearCurve, RisesFromItsInitialFactorAndFallsToItsMinimum) {
       ElementsAre(0.25, 0.5, 0.75, 1.0, 0.75, 0.5, 0.5));
 }
 
-TEST(LrCurves, EndRightAfterAWarmupThatTakesAllSteps) {
+TEST(LrCurves, WarmupOfAllStepsEndsAtFinalFactor) {
   EXPECT_EQ((LinearCurve{.warmup_steps = 5, .total_steps = 5}.factor(4)), 0.8);
   EXPECT_EQ((LinearCurve{.warmup_steps = 5, .total_steps = 5}.factor(5)), 0);
   EXPECT_EQ((CosineCurve{.warmup_steps = 5, .total_steps = 5}.factor(5)), 1);
   EXPECT_EQ((PolynomialCurve{.warmup_steps = 5, .total_steps = 5}.factor(5)), 0);
 }
 
-TEST(LrCurves, NameTheNumberThatIsOutOfRange) {
+TEST(LrCurves, ThrowForMemberOutOfRange) {
   const std::vector<std::pair<std::function<double()>, std::string>> cases{
       {[] { return LinearCurve{}.factor(0); },
        "LrSchedule: total_steps is 0; it should be at least 1"},
@@ -131,18 +133,18 @@ TEST(LrCurves, NameTheNumberThatIsOutOfRange) {
 
 torch::Tensor weight(double value = 0) { return torch::full({1}, value).requires_grad_(); }
 
-double lr_of(const torch::optim::Optimizer& optimizer, std::size_t group = 0) {
+double get_group_lr(const torch::optim::Optimizer& optimizer, std::size_t group = 0) {
   return optimizer.param_groups()[group].options().get_lr();
 }
 
-StepResult known(bool ran) { return StepResult({.applied = ran}); }
+StepResult make_result(bool ran) { return StepResult({.applied = ran}); }
 
-torch::optim::OptimizerParamGroup group_with(double lr) {
+torch::optim::OptimizerParamGroup make_group(double lr) {
   return {{weight()}, std::make_unique<torch::optim::SGDOptions>(lr)};
 }
 
-/// A training loop whose gradients are 1, or inf where `finite` says so; the weight before each
-/// step, and after the last.
+/// Trains with gradient 1, or inf for false in `finite`. Returns the weight before each step and
+/// after the last.
 template <class Optimizer, class Schedule>
 std::vector<double> train(torch::Tensor parameter, Optimizer& optimizer, Schedule& schedule,
                           mezzo::GradScaler& scaler, const std::vector<bool>& finite) {
@@ -159,19 +161,19 @@ std::vector<double> train(torch::Tensor parameter, Optimizer& optimizer, Schedul
   return weights;
 }
 
-mezzo::GradScaler scaler_of_four() {
+mezzo::GradScaler make_scaler() {
   mezzo::GradScaler scaler(mezzo::GradScalerOptions::dynamic({.init_scale = 4}));
   scaler.on_skip(nullptr);
   return scaler;
 }
 
-TEST(LrSchedule, WarnsWhereItCountsAStepThatWasSkipped) {
+TEST(LrSchedule, WarnsWhenCountingSkippedStep) {
   const c10::WarningUtils::WarnAlways warn_each_time;
-  const auto warned = [](auto&& optimizer, const std::vector<double>& slopes) {
+  const auto has_warned = [](auto&& optimizer, const std::vector<double>& slopes) {
     const test_support::WarningRecorder warnings;
     const torch::Tensor parameter = optimizer.param_groups()[0].params()[0];
     LinearSchedule schedule(optimizer, {.total_steps = 4});
-    mezzo::GradScaler scaler = scaler_of_four();
+    mezzo::GradScaler scaler = make_scaler();
     for (const double slope : slopes) {
       optimizer.zero_grad();
       scaler.scale(parameter.mul(slope).sum()).backward();
@@ -182,30 +184,31 @@ TEST(LrSchedule, WarnsWhereItCountsAStepThatWasSkipped) {
     return warnings.texts;
   };
   const double inf = std::numeric_limits<double>::infinity();
-  EXPECT_THAT(warned(torch::optim::SGD({weight()}, 1.0), {inf}),
+  EXPECT_THAT(has_warned(torch::optim::SGD({weight()}, 1.0), {inf}),
               ElementsAre(HasSubstr("schedule.step(result)")));
-  EXPECT_THAT(warned(torch::optim::SGD({weight()}, 1.0), {inf, 1, 1}).size(), 1U) << "of the first";
-  EXPECT_THAT(warned(torch::optim::SGD({weight()}, 1.0), {1}), ElementsAre());
-  EXPECT_THAT(warned(mezzo::optim::SGD({weight()}, 1.0), {inf}), ElementsAre());
+  EXPECT_THAT(has_warned(torch::optim::SGD({weight()}, 1.0), {inf, 1, 1}).size(), 1U)
+      << "of the first";
+  EXPECT_THAT(has_warned(torch::optim::SGD({weight()}, 1.0), {1}), ElementsAre());
+  EXPECT_THAT(has_warned(mezzo::optim::SGD({weight()}, 1.0), {inf}), ElementsAre());
 }
 
-TEST(LrSchedule, KeepsEachGroupsBaseAndTakesInGroupsThatComeLater) {
+TEST(LrSchedule, KeepsBaseLrsAndAdoptsLaterGroups) {
   std::vector<torch::optim::OptimizerParamGroup> groups;
-  groups.push_back(group_with(1.0));
-  groups.push_back(group_with(0.25));
+  groups.push_back(make_group(1.0));
+  groups.push_back(make_group(0.25));
   torch::optim::SGD optimizer(std::move(groups), torch::optim::SGDOptions(9.0));
   LinearSchedule schedule(optimizer, {.total_steps = 4});
   schedule.step();
   EXPECT_THAT(schedule.lrs(), ElementsAre(0.75, 0.1875));
-  optimizer.add_param_group(group_with(8.0));
-  schedule.step(known(/*ran=*/false));
+  optimizer.add_param_group(make_group(8.0));
+  schedule.step(make_result(/*ran=*/false));
   EXPECT_THAT(schedule.lrs(), ElementsAre(0.75, 0.1875, 6.0));
   schedule.step();
   EXPECT_THAT(schedule.lrs(), ElementsAre(0.5, 0.125, 4.0));
   EXPECT_THAT(schedule.base_lrs(), ElementsAre(1.0, 0.25, 8.0));
 }
 
-TEST(LrSchedule, TellsTheRatesThatTheNextStepOfALibtorchOptimizerHas) {
+TEST(LrSchedule, ReturnsLrsOfNextTorchStep) {
   const torch::Tensor late = weight();
   torch::optim::SGD optimizer({weight()}, 1.0);
   LinearSchedule schedule(optimizer, {.total_steps = 4});
@@ -223,97 +226,97 @@ TEST(LrSchedule, TellsTheRatesThatTheNextStepOfALibtorchOptimizerHas) {
   EXPECT_THAT(schedule.lrs(), ElementsAre(0.125, 0.0));
 }
 
-TEST(LrSchedule, LeavesAnOptimizerAloneWhoseNumbersAreRefused) {
+TEST(LrSchedule, InvalidCurveLeavesOptimizerUnchanged) {
   torch::optim::SGD optimizer({weight()}, 2.0);
   EXPECT_THAT([&] { LinearSchedule schedule(optimizer, {.warmup_steps = 3, .total_steps = 2}); },
               ThrowsMessage<c10::Error>(HasSubstr("warmup_steps is 3")));
-  EXPECT_EQ(lr_of(optimizer), 2.0);
+  EXPECT_EQ(get_group_lr(optimizer), 2.0);
 }
 
-// --- The lr option shows the rate
+// --- The lr option
 
-/// The option before each of six steps, the third of which overflows.
-template <class Optimizer, class Stepper>
-std::vector<double> shown_lrs(Optimizer& optimizer, Stepper& stepper) {
-  LinearSchedule schedule(stepper, {.warmup_steps = 2, .total_steps = 4});
-  mezzo::GradScaler scaler = scaler_of_four();
+/// Returns the lr option before each of six steps; the third overflows.
+template <class Optimizer, class Wrapper>
+std::vector<double> get_lr_options(Optimizer& optimizer, Wrapper& wrapper) {
+  LinearSchedule schedule(wrapper, {.warmup_steps = 2, .total_steps = 4});
+  mezzo::GradScaler scaler = make_scaler();
   const torch::Tensor parameter = optimizer.param_groups()[0].params()[0];
   std::vector<double> lrs;
   for (const bool is_finite : {true, true, false, true, true, true}) {
-    lrs.push_back(lr_of(optimizer));
+    lrs.push_back(get_group_lr(optimizer));
     const double slope = is_finite ? 1 : std::numeric_limits<double>::infinity();
     optimizer.zero_grad();
     scaler.scale(parameter.mul(slope).sum()).backward();
-    const auto result = scaler.step(stepper);
+    const auto result = scaler.step(wrapper);
     scaler.update();
     schedule.step(result);
-    EXPECT_THAT(schedule.lrs(), ElementsAre(lr_of(optimizer)));
+    EXPECT_THAT(schedule.lrs(), ElementsAre(get_group_lr(optimizer)));
   }
   return lrs;
 }
 
-TEST(ShownLr, IsTheRateOfTheNextStepWithEveryOptimizer) {
+TEST(LrOption, HoldsLrOfNextStep) {
   const auto rates = ElementsAre(0, 0.25, 0.5, 0.5, 0.25, 0);
   torch::optim::SGD libtorchs({weight()}, 0.5);
-  EXPECT_THAT(shown_lrs(libtorchs, libtorchs), rates);
-  mezzo::optim::SGD mezzos({weight()}, 0.5);
-  EXPECT_THAT(shown_lrs(mezzos, mezzos), rates);
+  EXPECT_THAT(get_lr_options(libtorchs, libtorchs), rates);
+  mezzo::optim::SGD mezzo_sgd({weight()}, 0.5);
+  EXPECT_THAT(get_lr_options(mezzo_sgd, mezzo_sgd), rates);
   torch::optim::SGD inner({weight()}, 0.5);
   mezzo::MasterWeights masters(inner);
-  EXPECT_THAT(shown_lrs(inner, masters), rates);
+  EXPECT_THAT(get_lr_options(inner, masters), rates);
 }
 
-/// Of a step that a device decides: known once somebody says so.
-class LaterOutcome final : public mezzo::StepFuture {
+/// A step that a device decides, ready when `is_known` is set.
+class ManualStepFuture final : public mezzo::StepFuture {
  public:
   bool ready() const noexcept override { return is_known; }
   const mezzo::StepResult::Values& values() override {
     EXPECT_TRUE(is_known) << "the schedule waited for a device";
-    return outcome_;
+    return values_;
   }
   bool is_known = false;
 
  private:
-  mezzo::StepResult::Values outcome_{.applied = true};
+  mezzo::StepResult::Values values_{.applied = true};
 };
 
-/// Counts in a tensor, as for parameters on a GPU.
-struct CountsInATensor : mezzo::optim::SGD {
+/// Counts steps in a tensor, as for GPU parameters.
+struct DeviceCountSgd : mezzo::optim::SGD {
   using SGD::SGD;
-  void take_step() {
+  void count_step() {
     step();
     applied_steps_.step_count().move_to(torch::full({}, static_cast<float>(applied_steps())));
   }
 };
 
-TEST(ShownLr, FollowsTheStepsThatTheHostKnowsOfWhereADeviceDecides) {
+TEST(LrOption, FollowsCompletedDeviceSteps) {
   const torch::Tensor parameter = weight();
-  CountsInATensor optimizer({parameter}, 1.0);
+  DeviceCountSgd optimizer({parameter}, 1.0);
   LinearSchedule schedule(optimizer, {.total_steps = 8});
-  std::vector<std::shared_ptr<LaterOutcome>> outcomes;
+  std::vector<std::shared_ptr<ManualStepFuture>> futures;
   for (int step = 0; step < 3; ++step) {
     parameter.mutable_grad() = torch::ones({1});
-    optimizer.take_step();
-    outcomes.push_back(std::make_shared<LaterOutcome>());
-    schedule.step(StepResult(outcomes.back()));
+    optimizer.count_step();
+    futures.push_back(std::make_shared<ManualStepFuture>());
+    schedule.step(StepResult(futures.back()));
   }
   ASSERT_FALSE(optimizer.has_host_step_count());
-  EXPECT_EQ(lr_of(optimizer), 1.0);
+  EXPECT_EQ(get_group_lr(optimizer), 1.0);
   EXPECT_THAT(schedule.lrs(), ElementsAre(0.625)) << "after three steps, asked of the device";
-  outcomes[0]->is_known = true;
-  outcomes[2]->is_known = true;
-  schedule.step(known(/*ran=*/false));
-  EXPECT_EQ(lr_of(optimizer), 0.75);
+  futures[0]->is_known = true;
+  futures[2]->is_known = true;
+  schedule.step(make_result(/*ran=*/false));
+  EXPECT_EQ(get_group_lr(optimizer), 0.75);
   EXPECT_EQ(parameter.item<double>(), -1 - 0.875 - 0.75) << "the base is multiplied, once";
 }
 
-TEST(ShownLr, MayBeWrittenForOneStep) {
+TEST(LrOption, ManualLrLastsOneStep) {
   const auto steps = [](auto&& optimizer) {
     const torch::Tensor parameter = optimizer.param_groups()[0].params()[0];
     LinearSchedule schedule(optimizer, {.total_steps = 4});
     std::vector<double> weights;
     for (int step = 0; step < 4; ++step) {
-      if (step == 2) optimizer.param_groups()[0].options().set_lr(lr_of(optimizer) / 2);
+      if (step == 2) optimizer.param_groups()[0].options().set_lr(get_group_lr(optimizer) / 2);
       parameter.mutable_grad() = torch::ones({1});
       optimizer.step();
       schedule.step();
@@ -327,11 +330,11 @@ TEST(ShownLr, MayBeWrittenForOneStep) {
   EXPECT_THAT(steps(mezzo::optim::SGD({weight()}, 8.0)), halved_once);
 }
 
-TEST(ShownLr, MayBeWrittenDuringAWarmUpFromZero) {
+TEST(LrOption, ManualLrDuringWarmupLastsOneStep) {
   const torch::Tensor parameter = weight();
   mezzo::optim::SGD optimizer({parameter}, 8.0);
   LinearSchedule schedule(optimizer, {.warmup_steps = 2, .total_steps = 4});
-  EXPECT_EQ(lr_of(optimizer), 0.0);
+  EXPECT_EQ(get_group_lr(optimizer), 0.0);
   optimizer.param_groups()[0].options().set_lr(2.0);
   EXPECT_THAT(schedule.lrs(), ElementsAre(2.0));
   parameter.mutable_grad() = torch::ones({1});
@@ -341,7 +344,7 @@ TEST(ShownLr, MayBeWrittenDuringAWarmUpFromZero) {
   EXPECT_THAT(schedule.lrs(), ElementsAre(4.0)) << "half of the base";
 }
 
-TEST(ShownLr, OfZeroLosesNoBase) {
+TEST(LrOption, ZeroLrPreservesBaseLr) {
   const auto rates = [](auto&& optimizer) {
     const torch::Tensor parameter = optimizer.param_groups()[0].params()[0];
     LinearSchedule schedule(optimizer, {.total_steps = 10});
@@ -361,20 +364,20 @@ TEST(ShownLr, OfZeroLosesNoBase) {
   EXPECT_THAT(rates(mezzo::optim::AdamW({weight()}, 1.0)), wanted);
 }
 
-TEST(ShownLr, IsTheBaseRateAgainWhenTheScheduleEnds) {
+TEST(LrOption, IsBaseLrAfterScheduleEnds) {
   mezzo::optim::SGD optimizer({weight()}, 8.0);
   LinearSchedule schedule(optimizer, {.total_steps = 4});
   optimizer.step();
   schedule.step();
-  EXPECT_EQ(lr_of(optimizer), 6.0);
+  EXPECT_EQ(get_group_lr(optimizer), 6.0);
   optimizer.set_lr_factors({});
-  EXPECT_EQ(lr_of(optimizer), 8.0);
+  EXPECT_EQ(get_group_lr(optimizer), 8.0);
   optimizer.param_groups()[0].options().set_lr(1.0);
   LinearSchedule next(optimizer, {.total_steps = 4});
   EXPECT_THAT(next.base_lrs(), ElementsAre(1.0));
 }
 
-TEST(LrSchedule, RefusesACurveLongerThanADeviceCounts) {
+TEST(LrSchedule, ThrowsForCurveBeyondDeviceCount) {
   mezzo::optim::AdamW optimizer({weight()}, 1e-3);
   EXPECT_THAT([&] { LinearSchedule(optimizer, {.total_steps = 1 << 24}); },
               ThrowsMessage<c10::Error>(
@@ -382,19 +385,19 @@ TEST(LrSchedule, RefusesACurveLongerThanADeviceCounts) {
   EXPECT_TRUE(optimizer.lr_factors().empty());
 }
 
-TEST(LrSchedule, ReachesGroupsThatAFusedOptimizerGetsLaterAndTakesThatGroupsGo) {
+TEST(LrSchedule, FollowsAddedAndRemovedGroups) {
   const torch::Tensor first = weight();
   const torch::Tensor late = weight();
   mezzo::optim::SGD optimizer({first}, 1.0);
   LinearSchedule schedule(optimizer, {.total_steps = 4});
-  mezzo::GradScaler scaler = scaler_of_four();
+  mezzo::GradScaler scaler = make_scaler();
   train(first, optimizer, schedule, scaler, {true});
   optimizer.add_param_group({{late}, std::make_unique<mezzo::optim::SGDOptions>(8.0)});
   train(late, optimizer, schedule, scaler, {true});
   EXPECT_EQ(late.item<double>(), -6.0);
   optimizer.param_groups().pop_back();
   train(first, optimizer, schedule, scaler, {true});
-  EXPECT_EQ(lr_of(optimizer), 0.25);
+  EXPECT_EQ(get_group_lr(optimizer), 0.25);
 }
 
 struct Halving {
@@ -404,22 +407,22 @@ struct Halving {
   }
 };
 
-TEST(LrSchedule, FollowsACurveOfYours) {
+TEST(LrSchedule, AcceptsCustomCurve) {
   torch::optim::SGD host({weight()}, 1.0);
   mezzo::LrSchedule schedule(host, Halving());
   schedule.step();
   schedule.step();
-  EXPECT_EQ(lr_of(host), 0.25);
+  EXPECT_EQ(get_group_lr(host), 0.25);
   mezzo::optim::SGD fused({weight()}, 1.0);
   const mezzo::LrSchedule table(fused, Halving());
   EXPECT_THAT(fused.lr_factors(), ElementsAre(1, 0.5, 0.25, 0.125));
 }
 
-TEST(LrSchedule, MovesToAStepOfYourOwnFile) {
+TEST(LrSchedule, SetAppliedStepsMovesLrs) {
   torch::optim::SGD optimizer({weight()}, 1.0);
   LinearSchedule schedule(optimizer, {.total_steps = 4});
   schedule.set_applied_steps(3);
-  EXPECT_EQ(lr_of(optimizer), 0.25);
+  EXPECT_EQ(get_group_lr(optimizer), 0.25);
   EXPECT_THAT([&] { schedule.set_applied_steps(-1); },
               ThrowsMessage<c10::Error>(HasSubstr("applied_steps is -1")));
   mezzo::optim::SGD fused({weight()}, 1.0);
@@ -430,12 +433,12 @@ TEST(LrSchedule, MovesToAStepOfYourOwnFile) {
 }
 
 TEST(LrSchedule, CountsStepsWithoutGradients) {
-  const auto steps_of_five = [](auto& stepper, auto& optimizer, const torch::Tensor& parameter) {
-    LinearSchedule schedule(stepper, {.total_steps = 10});
+  const auto count_five_steps = [](auto& wrapper, auto& optimizer, const torch::Tensor& parameter) {
+    LinearSchedule schedule(wrapper, {.total_steps = 10});
     for (const bool has_gradient : {false, true, true, false, true}) {
       optimizer.zero_grad();
       parameter.mutable_grad() = has_gradient ? torch::ones_like(parameter) : torch::Tensor();
-      stepper.step();
+      wrapper.step();
       schedule.step();
     }
     EXPECT_THAT(schedule.lrs(), ElementsAre(0.5));
@@ -445,23 +448,23 @@ TEST(LrSchedule, CountsStepsWithoutGradients) {
   const auto parameter = [] { return torch::zeros({1}, torch::kDouble).requires_grad_(); };
   const torch::Tensor first = parameter();
   torch::optim::SGD libtorchs({first}, 1.0);
-  EXPECT_EQ(steps_of_five(libtorchs, libtorchs, first), 5);
+  EXPECT_EQ(count_five_steps(libtorchs, libtorchs, first), 5);
   const torch::Tensor second = parameter();
-  mezzo::optim::SGD mezzos({second}, 1.0);
-  EXPECT_EQ(steps_of_five(mezzos, mezzos, second), 5);
+  mezzo::optim::SGD mezzo_sgd({second}, 1.0);
+  EXPECT_EQ(count_five_steps(mezzo_sgd, mezzo_sgd, second), 5);
   const torch::Tensor third = parameter();
   torch::optim::SGD inner({third}, 1.0);
   mezzo::MasterWeights masters(inner);
-  EXPECT_EQ(steps_of_five(masters, inner, third), 5);
+  EXPECT_EQ(count_five_steps(masters, inner, third), 5);
 }
 
-/// Trains for some steps, saves, and goes on with what the files gave; the weights of the rest.
+/// Trains, saves, loads and resumes. Returns the weights of the resumed steps.
 template <class Before, class After>
 std::vector<double> resume(bool load_before_attaching) {
   torch::Tensor parameter = weight();
   Before optimizer({parameter}, 1.0);
   LinearSchedule schedule(optimizer, {.total_steps = 8});
-  mezzo::GradScaler scaler = scaler_of_four();
+  mezzo::GradScaler scaler = make_scaler();
   train(parameter, optimizer, schedule, scaler, {true, false, true});
   const auto files = std::pair(save_to_string(optimizer), save_to_string(schedule));
 
@@ -476,7 +479,7 @@ std::vector<double> resume(bool load_before_attaching) {
   return train(parameter, resumed, again, scaler, {true, false, true});
 }
 
-TEST(LrScheduleFiles, ResumeWhereTheyWereSavedWhicheverIsMadeFirst) {
+TEST(LrScheduleArchive, ResumesInEitherConstructionOrder) {
   const auto goes_on = ElementsAre(0, -0.75, -0.75, -1.375);
   for (const bool first : {false, true}) {
     EXPECT_THAT((resume<torch::optim::SGD, torch::optim::SGD>(first)), goes_on);
@@ -485,10 +488,10 @@ TEST(LrScheduleFiles, ResumeWhereTheyWereSavedWhicheverIsMadeFirst) {
   EXPECT_THAT((resume<mezzo::optim::SGD, torch::optim::SGD>(false)), goes_on);
 }
 
-TEST(LrScheduleFiles, GoFromLibtorchsOptimizersToMezzos) {
+TEST(LrScheduleArchive, MovesFromTorchToMezzoOptimizer) {
   const auto move = [](auto before, auto after) {
     LinearSchedule schedule(before, {.total_steps = 8});
-    mezzo::GradScaler scaler = scaler_of_four();
+    mezzo::GradScaler scaler = make_scaler();
     train(before.param_groups()[0].params()[0], before, schedule, scaler, {true, false, true});
     load_from_string(after, save_to_string(before));
     LinearSchedule again(after, {.total_steps = 8});
@@ -502,28 +505,30 @@ TEST(LrScheduleFiles, GoFromLibtorchsOptimizersToMezzos) {
               ElementsAre(0.75));
 }
 
-TEST(LrScheduleFiles, OfTheOptimizerAloneHoldTheBaseRates) {
-  const auto go_on = [](auto& optimizer, auto& stepper, auto& resumed, auto& resumed_stepper) {
-    LinearSchedule schedule(stepper, {.total_steps = 4});
-    stepper.step();
+TEST(LrScheduleArchive, OptimizerArchiveHoldsBaseLrs) {
+  const auto resume_both = [](auto& optimizer, auto& wrapper, auto& resumed,
+                              auto& resumed_stepper) {
+    LinearSchedule schedule(wrapper, {.total_steps = 4});
+    wrapper.step();
     schedule.step();
-    load_from_string(resumed_stepper, save_to_string(stepper));
-    EXPECT_EQ(lr_of(resumed), lr_of(optimizer)) << "the rate in use, for who goes on without";
+    load_from_string(resumed_stepper, save_to_string(wrapper));
+    EXPECT_EQ(get_group_lr(resumed), get_group_lr(optimizer))
+        << "the rate in use, for who goes on without";
     LinearSchedule again(resumed_stepper, {.total_steps = 4});
     EXPECT_THAT(again.base_lrs(), ElementsAre(8.0));
-    EXPECT_EQ(lr_of(resumed), 6.0);
+    EXPECT_EQ(get_group_lr(resumed), 6.0);
   };
   mezzo::optim::SGD first({weight()}, 8.0);
   mezzo::optim::SGD second({weight()}, 1.0);
-  go_on(first, first, second, second);
+  resume_both(first, first, second, second);
   torch::optim::SGD inner({weight()}, 8.0);
   torch::optim::SGD other({weight()}, 1.0);
   mezzo::MasterWeights masters(inner);
   mezzo::MasterWeights other_masters(other);
-  go_on(inner, masters, other, other_masters);
+  resume_both(inner, masters, other, other_masters);
 }
 
-TEST(LrScheduleFiles, GiveAWrittenRateToTheScheduleOfANewRun) {
+TEST(LrScheduleArchive, ManualLrSurvivesNewSchedule) {
   mezzo::optim::SGD before({weight()}, 8.0);
   LinearSchedule schedule(before, {.total_steps = 4});
   before.step();
@@ -536,9 +541,9 @@ TEST(LrScheduleFiles, GiveAWrittenRateToTheScheduleOfANewRun) {
   EXPECT_THAT(next.lrs(), ElementsAre(0.5));
 }
 
-/// Of a run of 50 steps with torch::optim::SGD, whose file holds no count of steps.
-struct HalfARun {
-  HalfARun() {
+/// The archive of 50 steps of torch::optim::SGD, which has no step count.
+struct HalfRun {
+  HalfRun() {
     torch::optim::SGD optimizer({parameter}, torch::optim::SGDOptions(2.0).momentum(0.9));
     LinearSchedule schedule(optimizer, {.total_steps = 100});
     for (int step = 0; step < 50; ++step) {
@@ -553,16 +558,17 @@ struct HalfARun {
   std::string optimizer_file, schedule_file;
 };
 
-TEST(LrScheduleFiles, SetTheCountThatLibtorchsSgdDoesNotSave) {
-  const HalfARun run;
+TEST(LrScheduleArchive, RestoresCountMissingInTorchSgd) {
+  const HalfRun run;
   for (const bool steps_between : {false, true}) {
     test_support::WarningRecorder warnings;
     mezzo::optim::SGD optimizer({run.parameter}, 7.0);
     LinearSchedule schedule(optimizer, {.total_steps = 100});
     load_from_string(optimizer, run.optimizer_file);
-    EXPECT_THAT(warnings.texts, ElementsAre(HasSubstr(
-                                    "SGD: the file of torch::optim::SGD holds no number of steps; "
-                                    "load the schedule's own file, or call set_applied_steps(n)")));
+    EXPECT_THAT(
+        warnings.texts,
+        ElementsAre(HasSubstr("SGD: the archive of torch::optim::SGD has no step count; load the "
+                              "schedule's archive, or call set_applied_steps(n)")));
     EXPECT_EQ(optimizer.applied_steps(), 0);
     if (steps_between) optimizer.step();
     load_from_string(schedule, run.schedule_file);
@@ -572,17 +578,17 @@ TEST(LrScheduleFiles, SetTheCountThatLibtorchsSgdDoesNotSave) {
   }
 }
 
-TEST(LrScheduleFiles, AreRefusedWholeForOtherGroupsAndForOtherFiles) {
+TEST(LrScheduleArchive, ThrowsForOtherGroupsOrArchives) {
   torch::optim::SGD optimizer({weight()}, 1.0);
   LinearSchedule schedule(optimizer, {.total_steps = 4});
   schedule.step();
   const std::string file = save_to_string(schedule);
 
   torch::optim::SGD other({weight()}, 4.0);
-  other.add_param_group(group_with(2.0));
+  other.add_param_group(make_group(2.0));
   LinearSchedule wider(other, {.total_steps = 4});
   EXPECT_THAT([&] { load_from_string(wider, file); },
-              ThrowsMessage<c10::Error>(HasSubstr("1 parameter groups, and this optimizer 2")));
+              ThrowsMessage<c10::Error>(HasSubstr("parameter groups, 1, than this optimizer, 2")));
   EXPECT_THAT(wider.lrs(), ElementsAre(4.0, 2.0));
   EXPECT_EQ(wider.applied_steps(), 0);
 
@@ -590,39 +596,64 @@ TEST(LrScheduleFiles, AreRefusedWholeForOtherGroupsAndForOtherFiles) {
   EXPECT_THAT([&] { load_from_string(schedule, tensor); },
               ThrowsMessage<c10::Error>(HasSubstr("This archive is not that of a schedule")));
   const std::vector<double> rates{1.0};
-  for (const auto& [steps, lrs, words] :
+  for (const auto& [steps, lrs, message] :
        std::vector<std::tuple<c10::IValue, c10::IValue, std::string>>{
            {2, c10::IValue(), "is not that of a schedule"},
            {2.0, rates, "is not that of a schedule"},
            {2, 1.0, "is not that of a schedule"},
            {-1, rates, "has -1 applied steps"},
-           {2, std::vector<double>{kNan}, "the learning rates nan"}}) {
+           {2, std::vector<double>{kNan}, "has the base lrs [nan]"}}) {
     torch::serialize::OutputArchive archive;
     archive.write("applied_steps", steps);
     if (!lrs.isNone()) archive.write("base_lrs", lrs);
     std::ostringstream bytes;
     archive.save_to(bytes);
     EXPECT_THAT([&] { load_from_string(schedule, bytes.str()); },
-                ThrowsMessage<c10::Error>(HasSubstr(words)));
+                ThrowsMessage<c10::Error>(HasSubstr(message)));
   }
-  mezzo::optim::SGD mezzos({weight()}, 1.0);
+  mezzo::optim::SGD mezzo_sgd({weight()}, 1.0);
   EXPECT_THAT(
       [&] {
-        mezzos.set_base_lrs({1.0, 2.0});
+        mezzo_sgd.set_base_lrs({1.0, 2.0});
       },
-      ThrowsMessage<c10::Error>(HasSubstr("there are 2 rates for 1 param groups")));
+      ThrowsMessage<c10::Error>(
+          HasSubstr("expected 1 learning rates, one for each param group, but got 2")));
   EXPECT_EQ(schedule.applied_steps(), 1);
   EXPECT_THAT(schedule.lrs(), ElementsAre(0.75));
 }
 
-// --- A schedule as a table, indexed by the steps that were applied.
+TEST(StepProgress, ThrowsForCorruptOptimizerOrSchedule) {
+  const auto read = [](const c10::IValue& steps, const std::vector<double>& lrs,
+                       const char* owner) {
+    torch::serialize::OutputArchive archive;
+    archive.write("applied_steps", steps);
+    archive.write("base_lrs", c10::IValue(lrs));
+    std::stringstream bytes;
+    archive.save_to(bytes);
+    torch::serialize::InputArchive input;
+    input.load_from(bytes);
+    return mezzo::detail::read_progress(input, /*num_groups=*/1, owner);
+  };
+  for (const std::string owner : {"an optimizer", "a schedule"}) {
+    const auto error = [&](const c10::IValue& steps, const std::vector<double>& lrs) {
+      return message_of([&] { read(steps, lrs, owner.c_str()); });
+    };
+    EXPECT_EQ(read(3, {0.5}, owner.c_str()).applied_steps, 3);
+    EXPECT_THAT(error(-1, {0.5}), HasSubstr("The archive of " + owner + " has -1 applied steps"));
+    EXPECT_THAT(error(2.0, {0.5}), HasSubstr(owner + " has 2. applied steps"));
+    EXPECT_THAT(error(3, {0.5, 0.5}), HasSubstr("groups, 2, than this optimizer, 1"));
+    EXPECT_THAT(error(3, {kNan}), HasSubstr("has the base lrs [nan]"));
+  }
+}
+
+// --- lr factors.
 
 GradStats make_grad_stats(bool found_inf) {
   return {torch::ones({}), torch::full({}, found_inf ? 1.0F : 0.0F)};
 }
 
-/// Steps of SGD with gradient 1: how far each one went.
-TEST(LrFactors, StepEveryWayToKeepWeights) {
+/// Returns the update of each step of SGD with gradient 1.
+TEST(LrFactors, ApplyForEachWeightStorage) {
   for (const test_support::WeightStorageCase& storage_case : test_support::weight_storage_cases()) {
     const torch::Tensor parameter = torch::zeros({2}, storage_case.dtype).requires_grad_();
     const test_support::OwnedOptimizer owned = storage_case.make({parameter});
@@ -631,7 +662,7 @@ TEST(LrFactors, StepEveryWayToKeepWeights) {
     SCOPED_TRACE(storage_case.name);
     optimizer->set_lr_factors({1.0, 0.5, 0.25, 0.125});
     double expected = 0;
-    for (const double factor : {1.0, 0.5, 0.25, 0.125, 0.125}) {  // and nobody shows the rates
+    for (const double factor : {1.0, 0.5, 0.25, 0.125, 0.125}) {  // without set_optimizer_lrs
       parameter.mutable_grad() = torch::ones_like(parameter.detach());
       (void)owned.ref().step();
       expected -= factor;
@@ -641,7 +672,7 @@ TEST(LrFactors, StepEveryWayToKeepWeights) {
   }
 }
 
-TEST(LrFactors, InnerStepThatThrewLeavesTheShownRate) {
+TEST(LrFactors, ThrowingInnerStepPreservesLrOption) {
   const torch::Tensor parameter = torch::zeros({2}, torch::kBFloat16).requires_grad_();
   test_support::ThrowingSgd inner({parameter}, 1.0);
   mezzo::MasterWeights masters(inner);
@@ -655,7 +686,7 @@ TEST(LrFactors, InnerStepThatThrewLeavesTheShownRate) {
   EXPECT_EQ(parameter[0].item<double>(), -1.5);
 }
 
-class Distances : public testing::TestWithParam<bool> {
+class LrFactorUpdates : public testing::TestWithParam<bool> {
  protected:
   double step(bool found_inf = false) {
     const double before = parameter_.item<double>();
@@ -674,7 +705,7 @@ class Distances : public testing::TestWithParam<bool> {
   SGD& optimizer_ = *owned_;
 };
 
-TEST_P(Distances, AreThoseOfTheFactorsAndThenOfTheLast) {
+TEST_P(LrFactorUpdates, FollowTableThenLastFactor) {
   optimizer_.set_lr_factors({1.0, 0.5, 0.0, 2.0});
   for (const double expected : {0.5, 0.25, 0.0, 1.0, 1.0, 1.0}) {
     EXPECT_DOUBLE_EQ(step(), expected);
@@ -682,7 +713,7 @@ TEST_P(Distances, AreThoseOfTheFactorsAndThenOfTheLast) {
   EXPECT_EQ(optimizer_.applied_steps(), 6);
 }
 
-TEST_P(Distances, AreNotUsedUpBySkippedSteps) {
+TEST_P(LrFactorUpdates, SkippedStepsConsumeNoFactor) {
   optimizer_.set_lr_factors({1.0, 0.5, 0.25});
   EXPECT_EQ(step(true), 0);
   EXPECT_EQ(optimizer_.applied_steps(), 0);
@@ -693,7 +724,7 @@ TEST_P(Distances, AreNotUsedUpBySkippedSteps) {
   EXPECT_EQ(optimizer_.applied_steps(), 2);
 }
 
-TEST_P(Distances, GoOnFromTheNumberThatIsSet) {
+TEST_P(LrFactorUpdates, ResumeFromSetAppliedSteps) {
   optimizer_.set_lr_factors({1.0, 0.5, 0.25, 0.125});
   optimizer_.set_applied_steps(2);
   EXPECT_DOUBLE_EQ(step(), 0.125) << "before any step";
@@ -707,11 +738,11 @@ TEST_P(Distances, GoOnFromTheNumberThatIsSet) {
   EXPECT_EQ(resumed.applied_steps(), 2);
 }
 
-INSTANTIATE_TEST_SUITE_P(OfEachWayToStep, Distances, testing::Bool(), [](const auto& one) {
+INSTANTIATE_TEST_SUITE_P(AllPaths, LrFactorUpdates, testing::Bool(), [](const auto& one) {
   return one.param ? "ThroughAten" : "ByMezzosKernels";
 });
 
-TEST(LrFactors, CountStepsOfTheOptimizerNotThoseOfAParameter) {
+TEST(LrFactors, CountOptimizerSteps) {
   const auto always = torch::zeros({1}).requires_grad_();
   const auto seldom = torch::zeros({1}).requires_grad_();
   SGD optimizer({always, seldom}, SGDOptions(1.0));
@@ -724,7 +755,7 @@ TEST(LrFactors, CountStepsOfTheOptimizerNotThoseOfAParameter) {
   EXPECT_EQ(seldom.item<float>(), -0.25F);
 }
 
-TEST(LrFactors, AreChecked) {
+TEST(LrFactors, ThrowForInvalidFactor) {
   const auto parameter = torch::zeros({1}).requires_grad_();
   SGD optimizer({parameter}, SGDOptions(1.0));
   for (const double bad :
@@ -738,7 +769,7 @@ TEST(LrFactors, AreChecked) {
   EXPECT_TRUE(optimizer.lr_factors().empty());
 }
 
-TEST(AppliedSteps, LeaveWhatParametersCountAsItIs) {
+TEST(AppliedSteps, SettingPreservesParamSteps) {
   const auto parameter = torch::zeros({4}).requires_grad_();
   AdamW optimizer({parameter}, AdamWOptions(0.1));
   parameter.mutable_grad() = torch::ones({4});

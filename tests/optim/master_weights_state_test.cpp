@@ -1,8 +1,9 @@
-// Which masters and inner states a MasterWeights keeps, and what it makes them of.
+// Masters and inner state of a MasterWeights.
 
 #include <mezzo/autocast/autocast_guard.h>
 #include <mezzo/optim/adamw8bit.h>
 #include <mezzo/optim/ema.h>
+#include <mezzo/optim/ema_guard.h>
 #include <mezzo/optim/lamb.h>
 #include <mezzo/optim/master_weights.h>
 #include <mezzo/optim/muon.h>
@@ -35,7 +36,7 @@ void step(MasterWeights& masters, const torch::Tensor& weight, double gradient) 
   masters.step();
 }
 
-TEST(MasterWeightsState, MastersInAnEmaScopeAreRefused) {
+TEST(MasterWeightsState, ThrowsForMasterParamInEmaGuard) {
   const auto weight = bfloat16_weight(1);
   torch::optim::SGD sgd({weight}, 1e-3);
   MasterWeights masters(sgd);
@@ -45,14 +46,14 @@ TEST(MasterWeightsState, MastersInAnEmaScopeAreRefused) {
   {
     const mezzo::EmaGuard averages(ema);
     EXPECT_THAT(message_of([&] { (void)mezzo::master_params(masters); }),
-                HasSubstr("holds an average, for an EmaGuard is alive"));
+                HasSubstr("holds an average while an EmaGuard is alive"));
     weight.mutable_grad() = torch::ones_like(weight);
     EXPECT_THAT(message_of([&] { masters.step(); }), HasSubstr("holds an average"));
   }
   EXPECT_TRUE(mezzo::master_params(masters)[0].equal(before));
 }
 
-TEST(MasterWeightsState, ParameterOutOfItsGroupKeepsItsMaster) {
+TEST(MasterWeightsState, ParamRemovedFromGroupKeepsMaster) {
   const auto weight = bfloat16_weight(1), other = bfloat16_weight(1);
   torch::optim::SGD sgd({weight, other}, torch::optim::SGDOptions(1e-3).momentum(0.9));
   MasterWeights masters(sgd);
@@ -67,7 +68,7 @@ TEST(MasterWeightsState, ParameterOutOfItsGroupKeepsItsMaster) {
   EXPECT_EQ(before[0].item<float>(), 0.999F);
 }
 
-TEST(MasterWeightsState, AdagradSumsBeginAtTheDefaults) {
+TEST(MasterWeightsState, AdagradSumStartsAtDefault) {
   for (const bool is_written : {false, true}) {
     const auto weight = bfloat16_weight(1);
     auto options = std::make_unique<torch::optim::AdagradOptions>(0.1);
@@ -85,7 +86,7 @@ TEST(MasterWeightsState, AdagradSumsBeginAtTheDefaults) {
   }
 }
 
-TEST(MasterWeightsState, ViewWithGapsBesideItsBaseIsRefused) {
+TEST(MasterWeightsState, ThrowsForViewOverlappingBase) {
   const auto base = torch::zeros({4, 4}, torch::kBFloat16);
   const auto first = base.slice(1, 0, 4, 2).requires_grad_();
   const auto second = base.slice(1, 1, 4, 2).requires_grad_();
@@ -95,13 +96,13 @@ TEST(MasterWeightsState, ViewWithGapsBesideItsBaseIsRefused) {
   EXPECT_EQ(message_of([&] { const MasterWeights masters(apart); }), "no error");
 }
 
-TEST(MasterWeightsState, SparseGradientsAreAddedBeforeTheyAreClipped) {
+TEST(MasterWeightsState, CoalescesSparseGradientsBeforeClipping) {
   for (const double max_norm : {0.1, 0.2, 0.3, 0.7, 0.9}) {
     const auto weight = bfloat16_weight(1, {3, 1});
     torch::optim::Adagrad inner({weight}, torch::optim::AdagradOptions(1.0));
     MasterWeights masters(inner);
-    // The sum is 0, and that of rounded products with a coefficient need not be, which Adagrad
-    // turns into a whole rate.
+    // The sum is 0. The sum of rounded products with a coefficient may not be, and Adagrad would
+    // amplify it to a full lr.
     const auto indices = torch::tensor({0, 0, 0, 1}, torch::kLong).view({1, 4});
     const auto values = torch::tensor({1.0, 10.0, -11.0, 5.0}).to(torch::kBFloat16).view({4, 1});
     weight.mutable_grad() = torch::sparse_coo_tensor(indices, values, {3, 1});
@@ -114,7 +115,7 @@ TEST(MasterWeightsState, SparseGradientsAreAddedBeforeTheyAreClipped) {
 }
 
 template <class Optimizer>
-void expect_fresh_casts(Optimizer& optimizer, const torch::Tensor& weight) {
+void expect_new_casts(Optimizer& optimizer, const torch::Tensor& weight) {
   const auto x = torch::ones({1, 4});
   const mezzo::AutocastGuard<torch::kCPU> region;
   const auto before = torch::linear(x, weight);
@@ -126,15 +127,15 @@ void expect_fresh_casts(Optimizer& optimizer, const torch::Tensor& weight) {
   EXPECT_FALSE(after.equal(before));
 }
 
-TEST(OrdinaryOptimizerStep, InsideARegionDropsCastsOfWeights) {
+TEST(OptimizerRefStep, ClearsAutocastCache) {
   const auto make = [] { return torch::ones({4, 4}).requires_grad_(); };
   const auto a = make(), b = make(), c = make();
   mezzo::optim::LAMB lamb({a}, 0.5);
   mezzo::optim::Muon muon({b}, 0.5);
   mezzo::optim::AdamW8bit bits8({c}, torch::optim::AdamWOptions(0.5));
-  expect_fresh_casts(lamb, a);
-  expect_fresh_casts(muon, b);
-  expect_fresh_casts(bits8, c);
+  expect_new_casts(lamb, a);
+  expect_new_casts(muon, b);
+  expect_new_casts(bits8, c);
 }
 
 }  // namespace

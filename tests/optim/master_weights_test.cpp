@@ -1,5 +1,4 @@
-// MasterWeights: any optimizer of libtorch's, or a user's own, trains float masters of half and
-// bfloat16 parameters, and is an ordinary optimizer again after each step.
+// MasterWeights around torch::optim and custom optimizers.
 #include <mezzo/autocast/autocast_guard.h>
 #include <mezzo/checkpoint/checkpoint.h>
 #include <mezzo/optim/adamw.h>
@@ -61,8 +60,8 @@ using Tensors = std::vector<torch::Tensor>;
 using Groups = std::vector<torch::optim::OptimizerParamGroup>;
 using MakeOptimizer = std::function<std::unique_ptr<torch::optim::Optimizer>(const Groups&)>;
 
-/// Parameters of `dtype` and float in two groups, one of them transposed, one empty, and one with
-/// gaps, which mezzo's own optimizers refuse; and what they are in float.
+/// Parameters of `dtype` and float32 in two groups, one transposed, one empty and one non-dense
+/// (which mezzo's optimizers do not support); and a float32 copy.
 struct Model {
   Tensors parameters;
 
@@ -77,8 +76,8 @@ struct Model {
     add(torch::randn({}).to(dtype));
   }
 
-  /// The same values, all in float.
-  Model in_float() const {
+  /// A float32 copy.
+  Model to_float32() const {
     Model model = *this;
     for (auto& parameter : model.parameters) {
       parameter = parameter.detach().to(torch::kFloat, /*non_blocking=*/false, /*copy=*/true);
@@ -93,7 +92,7 @@ struct Model {
             torch::optim::OptimizerParamGroup(Tensors(middle, parameters.end()))};
   }
 
-  /// Gradients of step number `step` as backward leaves them, times the scale.
+  /// Sets the scaled gradients of a step.
   void set_gradients(int step, double scale = kScale) const {
     torch::manual_seed(100 + step);
     for (const auto& parameter : parameters) {
@@ -102,8 +101,8 @@ struct Model {
     }
   }
 
-  /// Those of `other`, unscaled in float.
-  void take_gradients(const Model& other, double scale = kScale) const {
+  /// Sets the unscaled float32 gradients of `other`.
+  void copy_unscaled_gradients(const Model& other, double scale = kScale) const {
     for (std::size_t i = 0; i < parameters.size(); ++i) {
       parameters[i].mutable_grad() = other.parameters[i].grad().to(torch::kFloat).mul(1 / scale);
     }
@@ -120,27 +119,29 @@ struct Model {
 };
 
 template <class Optimizer, class Options>
-MakeOptimizer maker(const Options& options) {
+MakeOptimizer make_optimizer_factory(const Options& options) {
   return [options](const Groups& groups) -> std::unique_ptr<torch::optim::Optimizer> {
     return std::make_unique<Optimizer>(groups, options);
   };
 }
 
-/// Optimizers that keep no masters themselves.
-std::vector<MakeOptimizer> libtorch_optimizers() {
-  return {
-      maker<torch::optim::SGD>(torch::optim::SGDOptions(0.01)),
-      maker<torch::optim::SGD>(
-          torch::optim::SGDOptions(0.01).momentum(0.9).nesterov(true).weight_decay(0.1)),
-      maker<torch::optim::Adam>(torch::optim::AdamOptions(1e-3).amsgrad(true)),
-      maker<torch::optim::AdamW>(torch::optim::AdamWOptions(1e-3).weight_decay(0.1)),
-      maker<torch::optim::RMSprop>(torch::optim::RMSpropOptions(1e-3).centered(true).momentum(0.5)),
-      maker<torch::optim::Adagrad>(torch::optim::AdagradOptions(1e-2)),
-      maker<mezzo::optim::LAMB>(mezzo::optim::LAMBOptions(1e-3).weight_decay(0.1))};
+/// Optimizers without masters.
+std::vector<MakeOptimizer> torch_optimizers() {
+  return {make_optimizer_factory<torch::optim::SGD>(torch::optim::SGDOptions(0.01)),
+          make_optimizer_factory<torch::optim::SGD>(
+              torch::optim::SGDOptions(0.01).momentum(0.9).nesterov(true).weight_decay(0.1)),
+          make_optimizer_factory<torch::optim::Adam>(torch::optim::AdamOptions(1e-3).amsgrad(true)),
+          make_optimizer_factory<torch::optim::AdamW>(
+              torch::optim::AdamWOptions(1e-3).weight_decay(0.1)),
+          make_optimizer_factory<torch::optim::RMSprop>(
+              torch::optim::RMSpropOptions(1e-3).centered(true).momentum(0.5)),
+          make_optimizer_factory<torch::optim::Adagrad>(torch::optim::AdagradOptions(1e-2)),
+          make_optimizer_factory<mezzo::optim::LAMB>(
+              mezzo::optim::LAMBOptions(1e-3).weight_decay(0.1))};
 }
 
-class StepOfDtype : public testing::TestWithParam<torch::ScalarType> {};
-INSTANTIATE_TEST_SUITE_P(MasterWeightsStep, StepOfDtype,
+class MasterWeightsStep : public testing::TestWithParam<torch::ScalarType> {};
+INSTANTIATE_TEST_SUITE_P(Dtypes, MasterWeightsStep,
                          testing::Values(torch::kHalf, torch::kBFloat16));
 
 void expect_rounded(const Model& model, const Tensors& masters) {
@@ -151,17 +152,17 @@ void expect_rounded(const Model& model, const Tensors& masters) {
   }
 }
 
-TEST_P(StepOfDtype, TrainsTheBitsOfAFloatModel) {
-  for (const MakeOptimizer& make : libtorch_optimizers()) {
+TEST_P(MasterWeightsStep, BitwiseIdenticalToFloat32Model) {
+  for (const MakeOptimizer& make : torch_optimizers()) {
     const Model model(GetParam());
-    const Model floats = model.in_float();
+    const Model floats = model.to_float32();
     const auto inner = make(model.groups());
     const auto reference = make(floats.groups());
     MasterWeights optimizer(*inner);
     GradScaler scaler = make_silent_scaler();
     for (int step = 0; step < 8; ++step) {
       model.set_gradients(step);
-      floats.take_gradients(model);
+      floats.copy_unscaled_gradients(model);
       EXPECT_TRUE(scaler.step(optimizer).applied());
       scaler.update();
       reference->step();
@@ -172,7 +173,7 @@ TEST_P(StepOfDtype, TrainsTheBitsOfAFloatModel) {
   }
 }
 
-TEST_P(StepOfDtype, BumpsTheVersionsOfWhatItWrites) {
+TEST_P(MasterWeightsStep, BumpsVersionCounters) {
   const Model model(GetParam());
   torch::optim::SGD inner(model.groups(), torch::optim::SGDOptions(0.1));
   MasterWeights optimizer(inner);
@@ -181,12 +182,12 @@ TEST_P(StepOfDtype, BumpsTheVersionsOfWhatItWrites) {
   for (const auto& parameter : model.parameters) versions.push_back(parameter._version());
   optimizer.step();
   for (std::size_t i = 0; i < versions.size(); ++i) {
-    if (model.parameters[i].scalar_type() != GetParam()) continue;  // written by libtorch
+    if (model.parameters[i].scalar_type() != GetParam()) continue;  // updated by torch
     EXPECT_GT(model.parameters[i]._version(), versions[i]) << i;
   }
 }
 
-TEST(MasterWeightsStep, LeavesTheGradientOfAFloatParameterThatIsGivenTwice) {
+TEST(MasterWeights, DuplicateFloat32ParamKeepsGradient) {
   auto tied = torch::ones({2}).requires_grad_();
   auto half = torch::ones({2}, torch::kHalf).requires_grad_();
   torch::optim::SGD sgd(Tensors{tied, tied, half}, torch::optim::SGDOptions(1.0));
@@ -201,7 +202,7 @@ TEST(MasterWeightsStep, LeavesTheGradientOfAFloatParameterThatIsGivenTwice) {
   EXPECT_EQ(half[0].item<float>(), 0.75F);
 }
 
-TEST(MasterWeightsStep, TheInnerOptimizerIsAnOrdinaryOneInBetween) {
+TEST(MasterWeights, InnerOptimizerUsableBetweenSteps) {
   const Model model(torch::kBFloat16);
   torch::optim::SGD inner(model.groups(), torch::optim::SGDOptions(0.1).momentum(0.9));
   MasterWeights optimizer(inner);
@@ -223,7 +224,7 @@ TEST(MasterWeightsStep, TheInnerOptimizerIsAnOrdinaryOneInBetween) {
   }
   const auto master = master_params(optimizer)[0].clone();
   model.set_gradients(3, 1.0);
-  inner.step();  // alone, on the parameter of 16 bits
+  inner.step();  // alone, on the 16-bit parameter
   const auto after = model.parameters[0].detach().to(torch::kFloat);
   EXPECT_FALSE(bitwise_equal(master.to(torch::kBFloat16), model.parameters[0]));
   const auto followed = master_params(optimizer)[0];
@@ -231,7 +232,7 @@ TEST(MasterWeightsStep, TheInnerOptimizerIsAnOrdinaryOneInBetween) {
   EXPECT_THAT(followed, BitwiseEqual(torch::where(is_kept, master, after)));
 }
 
-TEST(MasterWeightsStep, AParameterThatIsResizedBeginsANewMaster) {
+TEST(MasterWeights, ResizedParamGetsNewMaster) {
   const auto parameter = torch::ones({2}, torch::kBFloat16).requires_grad_();
   torch::optim::SGD sgd({parameter}, 0.5);
   mezzo::MasterWeights masters(sgd);
@@ -244,8 +245,8 @@ TEST(MasterWeightsStep, AParameterThatIsResizedBeginsANewMaster) {
   }
 }
 
-// libtorch's optimizers know a state by its parameter's address, which a later one may get.
-TEST(MasterWeightsStep, AParameterThatIsReplacedLeavesNoState) {
+// torch finds a state by its parameter's address, which a later tensor may reuse.
+TEST(MasterWeights, ReplacedParamDropsState) {
   const auto weight = [] { return torch::ones({2}, torch::kBFloat16).requires_grad_(); };
   torch::optim::SGD sgd({weight()}, torch::optim::SGDOptions(0.5).momentum(0.9));
   mezzo::MasterWeights masters(sgd);
@@ -259,12 +260,12 @@ TEST(MasterWeightsStep, AParameterThatIsReplacedLeavesNoState) {
   }
 }
 
-TEST(MasterWeightsStep, FollowsSchedulesThatStandOnIt) {
+TEST(MasterWeights, FollowsLrSchedule) {
   const auto x = torch::zeros({1}, torch::kHalf).requires_grad_();
   torch::optim::SGD inner({x}, torch::optim::SGDOptions(8.0));
   MasterWeights optimizer(inner);
   GradScaler scaler = make_silent_scaler();
-  mezzo::LinearSchedule ours(optimizer, {.total_steps = 4});
+  mezzo::LinearSchedule make_fused_factory(optimizer, {.total_steps = 4});
   const std::vector<std::pair<float, double>> expected_weights_and_rates = {
       {8.0F, 6.0}, {8.0F, 6.0}, {14.0F, 4.0}};  // the second step is skipped
   for (const auto& [expected, next_rate] : expected_weights_and_rates) {
@@ -272,21 +273,21 @@ TEST(MasterWeightsStep, FollowsSchedulesThatStandOnIt) {
         torch::full_like(x, expected == 8.0F && x.item<float>() != 0 ? kInfinity : -kScale);
     const auto result = scaler.step(optimizer);
     scaler.update(kScale);
-    ours.step(result);
+    make_fused_factory.step(result);
     EXPECT_EQ(x.item<float>(), expected);
     EXPECT_EQ(inner.param_groups()[0].options().get_lr(), next_rate);
   }
-  EXPECT_EQ(ours.lrs(), std::vector<double>{4.0});
+  EXPECT_EQ(make_fused_factory.lrs(), std::vector<double>{4.0});
   optimizer.set_lr_factors({});
   torch::optim::StepLR theirs(inner, /*step_size=*/1, /*gamma=*/0.5);
-  theirs.step();  // halves the rate at its second step
+  theirs.step();  // halves the lr at its second step
   theirs.step();
   x.mutable_grad() = torch::full_like(x, -1);
   optimizer.step();
   EXPECT_EQ(x.item<float>(), 18.0F);
 }
 
-TEST(MasterWeightsStep, CallsAClosureOnceWithGradients) {
+TEST(MasterWeights, CallsClosureOnceWithGradMode) {
   const auto x = torch::full({1}, 2.0F).to(torch::kHalf).requires_grad_();
   torch::optim::SGD inner({x}, torch::optim::SGDOptions(0.25));
   MasterWeights optimizer(inner);
@@ -300,30 +301,31 @@ TEST(MasterWeightsStep, CallsAClosureOnceWithGradients) {
   EXPECT_EQ(x.item<float>(), 1.0F);
 }
 
-/// A user's own: subtracts what has added up, throws when told to, and has no learning rate.
-struct SummingOptions : torch::optim::OptimizerCloneableOptions<SummingOptions> {};
-struct SummingState : torch::optim::OptimizerCloneableParamState<SummingState> {
+/// A custom optimizer: subtracts the sum of gradients, throws at parameter `throw_at`, and has no lr.
+struct SummingOptimizerOptions : torch::optim::OptimizerCloneableOptions<SummingOptimizerOptions> {
+};
+struct SummingOptimizerState : torch::optim::OptimizerCloneableParamState<SummingOptimizerState> {
   torch::Tensor sum;
 };
-class Summing : public torch::optim::Optimizer {
+class SummingOptimizer : public torch::optim::Optimizer {
  public:
-  explicit Summing(Tensors parameters)
-      : Optimizer(std::move(parameters), std::make_unique<SummingOptions>()) {}
+  explicit SummingOptimizer(Tensors parameters)
+      : Optimizer(std::move(parameters), std::make_unique<SummingOptimizerOptions>()) {}
 
   torch::Tensor step(LossClosure closure = nullptr) override {
     const torch::NoGradGuard no_grad;
     EXPECT_FALSE(closure);
-    int number = 0;
+    int param_index = 0;
     for (auto& group : param_groups_) {
       for (auto& parameter : group.params()) {
         if (!parameter.grad().defined() || !parameter.requires_grad()) continue;
-        if (number++ == throw_at) throw std::runtime_error("stop");
+        if (param_index++ == throw_at) throw std::runtime_error("stop");
         auto& state = state_[parameter.unsafeGetTensorImpl()];
         if (!state) {
-          state = std::make_unique<SummingState>();
-          static_cast<SummingState&>(*state).sum = torch::zeros_like(parameter);
+          state = std::make_unique<SummingOptimizerState>();
+          static_cast<SummingOptimizerState&>(*state).sum = torch::zeros_like(parameter);
         }
-        parameter -= static_cast<SummingState&>(*state).sum.add_(parameter.grad());
+        parameter -= static_cast<SummingOptimizerState&>(*state).sum.add_(parameter.grad());
       }
     }
     return {};
@@ -331,9 +333,9 @@ class Summing : public torch::optim::Optimizer {
   int throw_at = -1;
 };
 
-TEST(MasterWeightsStep, StepsAnOptimizerOfTheUsersOwn) {
+TEST(MasterWeights, StepsCustomOptimizer) {
   const auto x = torch::zeros({2}, torch::kBFloat16).requires_grad_();
-  Summing inner({x});
+  SummingOptimizer inner({x});
   MasterWeights optimizer(inner);
   GradScaler scaler = make_silent_scaler();
   for (int step = 0; step < 3; ++step) {
@@ -342,15 +344,15 @@ TEST(MasterWeightsStep, StepsAnOptimizerOfTheUsersOwn) {
     scaler.update();
   }
   EXPECT_EQ(x[0].item<float>(), -6.0F);
-  const auto& state = get_param_state<SummingState>(inner, x);
+  const auto& state = get_param_state<SummingOptimizerState>(inner, x);
   EXPECT_EQ(state.sum.scalar_type(), torch::kFloat);
 }
 
-TEST(MasterWeightsStep, PutsEverythingBackWhenTheInnerStepThrows) {
+TEST(MasterWeights, ThrowingInnerStepRestoresParams) {
   const Tensors all{torch::zeros({2}, torch::kHalf).requires_grad_(),
                     torch::zeros({2}).requires_grad_(),
                     torch::zeros({2}, torch::kHalf).requires_grad_()};
-  Summing inner(all);
+  SummingOptimizer inner(all);
   MasterWeights optimizer(inner);
   GradScaler scaler = make_silent_scaler();
   const auto set_gradients = [&] {
@@ -379,21 +381,21 @@ TEST(MasterWeightsStep, PutsEverythingBackWhenTheInnerStepThrows) {
   EXPECT_EQ(all[2][0].item<float>(), -1.0F);
 }
 
-TEST(MasterWeightsStep, RefusesWhatItCannotStep) {
-  const auto error_with = [](Optimizer&& inner) {
+TEST(MasterWeights, ThrowsForUnsupportedOptimizer) {
+  const auto construction_error = [](Optimizer&& inner) {
     return test_support::message_of([&] { MasterWeights optimizer(inner); });
   };
   const auto x = torch::zeros({4}, torch::kHalf).requires_grad_();
   const auto part = x.detach().slice(0, 1, 3).requires_grad_();
-  EXPECT_THAT(error_with(torch::optim::LBFGS({x})),
-              HasSubstr("LBFGS calls its closure several times"));
-  EXPECT_THAT(error_with(mezzo::optim::SGD({x}, 0.1)),
+  EXPECT_THAT(construction_error(torch::optim::LBFGS({x})),
+              HasSubstr("MasterWeights does not support torch::optim::LBFGS"));
+  EXPECT_THAT(construction_error(mezzo::optim::SGD({x}, 0.1)),
               HasSubstr("{.weight_storage = WeightStorage::fp32_master}"));
-  EXPECT_THAT(error_with(torch::optim::SGD({x, part}, 0.1)), HasSubstr("share memory"));
-  EXPECT_THAT(error_with(torch::optim::SGD({x, x}, 0.1)), HasSubstr("is given twice"));
+  EXPECT_THAT(construction_error(torch::optim::SGD({x, part}, 0.1)), HasSubstr("share memory"));
+  EXPECT_THAT(construction_error(torch::optim::SGD({x, x}, 0.1)), HasSubstr("appears twice"));
 }
 
-TEST(MasterWeightsStep, AModelThatIsCastMeanwhileTrainsAsWhatItIs) {
+TEST(MasterWeights, FollowsModelCast) {
   torch::nn::Linear model(3, 2);
   model->to(torch::kHalf);
   torch::optim::SGD inner(model->parameters(), torch::optim::SGDOptions(1.0));
@@ -413,15 +415,14 @@ TEST(MasterWeightsStep, AModelThatIsCastMeanwhileTrainsAsWhatItIs) {
   EXPECT_EQ(model->weight[1][2].item<float>(), 6.0F);
 }
 
-// --- Groups, options and rates are the inner optimizer's alone.
+// --- Groups, options and lrs of the inner optimizer.
 
-// Whoever has a reference to an optimizer has the one whose groups count.
 static_assert(!std::convertible_to<MasterWeights&, Optimizer&>);
 static_assert(std::convertible_to<MasterWeights&, mezzo::OptimizerRef>);
 
-torch::Tensor half_parameter() { return torch::zeros({2}, torch::kHalf).requires_grad_(); }
+torch::Tensor make_float16_parameter() { return torch::zeros({2}, torch::kHalf).requires_grad_(); }
 
-class OptionsOfTheInner : public testing::Test {
+class MasterWeightsInnerOptions : public testing::Test {
  protected:
   void step() {
     for (auto& group : inner_.param_groups()) {
@@ -430,12 +431,12 @@ class OptionsOfTheInner : public testing::Test {
     masters_.step();
   }
 
-  torch::Tensor parameter_ = half_parameter(), other_ = half_parameter();
+  torch::Tensor parameter_ = make_float16_parameter(), other_ = make_float16_parameter();
   torch::optim::SGD inner_{{parameter_}, SGDOptions(1.0)};
   MasterWeights masters_{inner_};
 };
 
-TEST_F(OptionsOfTheInner, AreTakenByTheNextStepAndReachedThroughEither) {
+TEST_F(MasterWeightsInnerOptions, ApplyAtNextStep) {
   EXPECT_EQ(&masters_.optimizer(), &inner_);
   EXPECT_EQ(&mezzo::OptimizerRef(masters_).optimizer(), &inner_);
   masters_.optimizer().param_groups()[0].options().set_lr(0.0625);
@@ -447,7 +448,7 @@ TEST_F(OptionsOfTheInner, AreTakenByTheNextStepAndReachedThroughEither) {
   EXPECT_EQ(parameter_[0].item<float>(), -0.5625F);
 }
 
-TEST_F(OptionsOfTheInner, GoWithGroupsThatAreRemoved) {
+TEST_F(MasterWeightsInnerOptions, FollowRemovedGroups) {
   inner_.add_param_group(OptimizerParamGroup({other_}, std::make_unique<SGDOptions>(2.0)));
   step();
   inner_.param_groups().erase(inner_.param_groups().begin());
@@ -458,13 +459,13 @@ TEST_F(OptionsOfTheInner, GoWithGroupsThatAreRemoved) {
   EXPECT_TRUE(mezzo::master_params(masters_).empty());
 }
 
-TEST_F(OptionsOfTheInner, AreReadAnewWhereItIsAssigned) {
+TEST_F(MasterWeightsInnerOptions, FollowMoveAssignment) {
   inner_ = torch::optim::SGD({other_}, SGDOptions(2.0));
   step();
   EXPECT_EQ(other_[0].item<float>(), -2.0F);
 }
 
-/// Has no options, neither of groups nor defaults.
+/// Without options and defaults.
 class OptionlessOptimizer : public Optimizer {
  public:
   explicit OptionlessOptimizer(const Tensors& parameters)
@@ -481,8 +482,9 @@ class OptionlessOptimizer : public Optimizer {
   }
 };
 
-TEST(MasterWeightsOptions, MayBeLacking) {
-  const auto first = half_parameter(), second = half_parameter(), third = half_parameter();
+TEST(MasterWeights, AcceptsOptimizerWithoutOptions) {
+  const auto first = make_float16_parameter(), second = make_float16_parameter(),
+             third = make_float16_parameter();
   OptionlessOptimizer inner({first, second});
   MasterWeights masters(inner);
   inner.param_groups().erase(inner.param_groups().begin());
@@ -493,44 +495,48 @@ TEST(MasterWeightsOptions, MayBeLacking) {
   EXPECT_EQ(first[0].item<float>(), 0.0F);
 }
 
-// --- unscale_ gives true gradients in float, to be clipped at master_params(optimizer).
+// --- unscale_ makes unscaled float32 gradients, to be clipped through master_params(optimizer).
 
 constexpr mezzo::optim::WeightStorageOptions kMasters{.weight_storage = WeightStorage::fp32_master};
 
-using MakeKeeper = std::function<OwnedOptimizer(const Groups&)>;
+using OptimizerFactory = std::function<OwnedOptimizer(const Groups&)>;
 
 template <class Optimizer, class Options>
-MakeKeeper ours(Options options) {
+OptimizerFactory make_fused_factory(Options options) {
   return [options](const Groups& groups) {
     return OwnedOptimizer(std::make_unique<Optimizer>(groups, options, kMasters),
                           /*with_masters=*/false);
   };
 }
 
-MakeKeeper adapter(const MakeOptimizer& make) {
+OptimizerFactory make_master_weights_factory(const MakeOptimizer& make) {
   return [make](const Groups& groups) { return OwnedOptimizer(make(groups), true); };
 }
 
-std::vector<MakeKeeper> weight_storage_cases() {
+std::vector<OptimizerFactory> weight_storage_cases() {
   using namespace mezzo::optim;
-  std::vector<MakeKeeper> all{
-      ours<AdamW>(AdamWOptions(1e-3).weight_decay(0.1)),
-      ours<Adam>(AdamOptions(1e-3).amsgrad(true)), ours<SGD>(mezzo::optim::SGDOptions(1e-2)),
-      ours<SGD>(mezzo::optim::SGDOptions(1e-2).momentum(0.9)), ours<Lion>(LionOptions(1e-3))};
-  for (const MakeOptimizer& make : libtorch_optimizers()) all.push_back(adapter(make));
+  std::vector<OptimizerFactory> all{
+      make_fused_factory<AdamW>(AdamWOptions(1e-3).weight_decay(0.1)),
+      make_fused_factory<Adam>(AdamOptions(1e-3).amsgrad(true)),
+      make_fused_factory<SGD>(mezzo::optim::SGDOptions(1e-2)),
+      make_fused_factory<SGD>(mezzo::optim::SGDOptions(1e-2).momentum(0.9)),
+      make_fused_factory<Lion>(LionOptions(1e-3))};
+  for (const MakeOptimizer& make : torch_optimizers())
+    all.push_back(make_master_weights_factory(make));
   return all;
 }
 
-/// Seven steps, one of which overflows. Unless `unscales`, they leave gradients as they are.
+/// Runs seven steps, one of which overflows; with `unscales` after unscale_.
 template <class Step>
-Model trained(torch::ScalarType dtype, const MakeKeeper& make, bool unscales, const Step& step) {
+Model train_model(torch::ScalarType dtype, const OptimizerFactory& make, bool unscales,
+                  const Step& step) {
   const Model model(dtype, /*has_gaps=*/false);
   const OwnedOptimizer owned = make(model.groups());
   OptimizerRef optimizer = owned.ref();
   GradScaler scaler = make_silent_scaler();
-  for (int number = 0; number < 7; ++number) {
-    model.set_gradients(number, scaler.get_scale());
-    if (number == 3) model.parameters[2].mutable_grad()[2][1] = kInfinity;
+  for (int step_index = 0; step_index < 7; ++step_index) {
+    model.set_gradients(step_index, scaler.get_scale());
+    if (step_index == 3) model.parameters[2].mutable_grad()[2][1] = kInfinity;
     const auto before = clone_all(model.gradients());
     step(scaler, optimizer);
     for (std::size_t i = 0; i < before.size(); ++i) {
@@ -547,30 +553,32 @@ Model trained(torch::ScalarType dtype, const MakeKeeper& make, bool unscales, co
   return all;
 }
 
-class UnscaledOfDtype : public testing::TestWithParam<torch::ScalarType> {};
-INSTANTIATE_TEST_SUITE_P(UnscaledMasters, UnscaledOfDtype,
+class MasterWeightsUnscaleDtype : public testing::TestWithParam<torch::ScalarType> {};
+INSTANTIATE_TEST_SUITE_P(Dtypes, MasterWeightsUnscaleDtype,
                          testing::Values(torch::kHalf, torch::kBFloat16));
 
-TEST_P(UnscaledOfDtype, StepToTheBitsOfTheStepInOnePass) {
-  int number = 0;
-  for (const MakeKeeper& make : weight_storage_cases()) {
-    const Model one_pass = trained(GetParam(), make, /*unscales=*/false,
-                                   [](auto& scaler, auto& optimizer) { scaler.step(optimizer); });
-    const Model unscaled = trained(GetParam(), make, true, [](auto& scaler, auto& optimizer) {
+TEST_P(MasterWeightsUnscaleDtype, MatchesOnePassStepBitwise) {
+  int optimizer_index = 0;
+  for (const OptimizerFactory& make : weight_storage_cases()) {
+    const Model one_pass =
+        train_model(GetParam(), make, /*unscales=*/false,
+                    [](auto& scaler, auto& optimizer) { scaler.step(optimizer); });
+    const Model unscaled = train_model(GetParam(), make, true, [](auto& scaler, auto& optimizer) {
       scaler.unscale_(optimizer);
       scaler.step(optimizer);
     });
-    EXPECT_THAT(one_pass.parameters, BitwiseEqual(unscaled.parameters)) << "optimizer " << number;
+    EXPECT_THAT(one_pass.parameters, BitwiseEqual(unscaled.parameters))
+        << "optimizer " << optimizer_index;
     const Model fresh(GetParam(), /*has_gaps=*/false);
-    EXPECT_FALSE(bitwise_equal(fresh.parameters[0], unscaled.parameters[0])) << number;
-    ++number;
+    EXPECT_FALSE(bitwise_equal(fresh.parameters[0], unscaled.parameters[0])) << optimizer_index;
+    ++optimizer_index;
   }
 }
 
-/// One parameter of half, one of float, with masters of mezzo's SGD or of the adapter's.
-class Unscaled : public testing::TestWithParam<bool> {
+/// A float16 and a float32 parameter, with masters of mezzo's SGD or of MasterWeights.
+class MasterWeightsUnscale : public testing::TestWithParam<bool> {
  protected:
-  static OwnedOptimizer owned(const Tensors& parameters) {
+  static OwnedOptimizer make_optimizer(const Tensors& parameters) {
     if (!GetParam()) {
       const torch::optim::SGDOptions options(1.0);
       return {std::make_unique<torch::optim::SGD>(parameters, options), /*with_masters=*/true};
@@ -588,15 +596,15 @@ class Unscaled : public testing::TestWithParam<bool> {
 
   torch::Tensor x_ = torch::zeros({2}, torch::kHalf).requires_grad_();
   torch::Tensor y_ = torch::zeros({2}).requires_grad_();
-  OwnedOptimizer owned_ = owned({x_, y_});
+  OwnedOptimizer owned_ = make_optimizer({x_, y_});
   OptimizerRef optimizer_ = owned_.ref();
   GradScaler scaler_ = make_silent_scaler();
 };
-INSTANTIATE_TEST_SUITE_P(Masters, Unscaled, testing::Bool(), [](const auto& one) {
+INSTANTIATE_TEST_SUITE_P(Masters, MasterWeightsUnscale, testing::Bool(), [](const auto& one) {
   return one.param ? "OfMezzosOptimizer" : "OfTheAdapter";
 });
 
-TEST_P(Unscaled, GradientsAreTheWeightsOwnInFloatAndShownAtTheMasters) {
+TEST_P(MasterWeightsUnscale, GradientsAreFloat32AndOnMasters) {
   set_gradients(3);
   scaler_.unscale_(optimizer_);
   EXPECT_THAT(x_.grad(), BitwiseEqual(torch::full({2}, 3.0F)));
@@ -609,7 +617,7 @@ TEST_P(Unscaled, GradientsAreTheWeightsOwnInFloatAndShownAtTheMasters) {
   EXPECT_THAT(x_.grad(), BitwiseEqual(torch::full({2}, 3.0F))) << "a step writes no gradient";
 }
 
-TEST_P(Unscaled, GradientsOfMastersThatTheCallerHoldsAreThoseOfThisIteration) {
+TEST_P(MasterWeightsUnscale, HeldMastersGetCurrentGradients) {
   const Tensors masters = master_params(optimizer_);
   for (const float gradient : {3.0F, 5.0F}) {
     optimizer_.optimizer().zero_grad();
@@ -623,7 +631,7 @@ TEST_P(Unscaled, GradientsOfMastersThatTheCallerHoldsAreThoseOfThisIteration) {
   EXPECT_EQ(value(), -8.0F);
 }
 
-TEST_P(Unscaled, GradientsSurviveThatUnderflowInHalf) {
+TEST_P(MasterWeightsUnscale, PreservesGradientsThatUnderflowFloat16) {
   for (const bool unscales_before : {false, true}) {
     GradScaler scaler = make_silent_scaler({.init_scale = 0x1p16});
     x_.mutable_grad() = torch::full({2}, 0x1p-20F).to(torch::kHalf);
@@ -634,7 +642,7 @@ TEST_P(Unscaled, GradientsSurviveThatUnderflowInHalf) {
   }
 }
 
-TEST(UnscaledMasters, HalfWithoutAMasterIsStillRefused) {
+TEST(GradScalerFloat16Gradients, UnscaleThrowsWithoutMaster) {
   const auto x = torch::zeros({2}, torch::kHalf).requires_grad_();
   x.mutable_grad() = torch::ones_like(x);
   GradScaler scaler = make_silent_scaler();
@@ -647,7 +655,7 @@ TEST(UnscaledMasters, HalfWithoutAMasterIsStillRefused) {
   EXPECT_TRUE(scaler.step(kept).applied());
 }
 
-TEST(MasterParams, AreTheParametersWhereThereAreNoMasters) {
+TEST(MasterParams, ReturnParamsWithoutMasters) {
   const Model model(torch::kBFloat16, /*has_gaps=*/false);
   torch::optim::SGD theirs(model.groups(), torch::optim::SGDOptions(1.0));
   mezzo::optim::SGD plain(model.groups(), mezzo::optim::SGDOptions(1.0));
@@ -664,8 +672,9 @@ TEST(MasterParams, AreTheParametersWhereThereAreNoMasters) {
   }
 }
 
-TEST(MasterParams, AreMadeBeforeTheFirstStepAndStayTheSameTensors) {
-  for (const MakeKeeper& make : {weight_storage_cases().front(), weight_storage_cases().back()}) {
+TEST(MasterParams, CreatedBeforeFirstStepAndStable) {
+  for (const OptimizerFactory& make :
+       {weight_storage_cases().front(), weight_storage_cases().back()}) {
     const Model model(torch::kHalf, /*has_gaps=*/false);
     const OwnedOptimizer owned = make(model.groups());
     OptimizerRef optimizer = owned.ref();
@@ -684,13 +693,13 @@ TEST(MasterParams, AreMadeBeforeTheFirstStepAndStayTheSameTensors) {
   }
 }
 
-// bfloat16 has float's exponents, so that unscaling by a power of two in place loses nothing.
-TEST(MasterParams, OfSplitMastersThereAreNone) {
+// bfloat16 has float32's exponent range: unscaling by a power of two in place is exact.
+TEST(MasterParams, ThrowForSplitMaster) {
   const auto x = torch::zeros({2}, torch::kBFloat16).requires_grad_();
   mezzo::optim::SGD split({x}, mezzo::optim::SGDOptions(1.0),
                           {.weight_storage = WeightStorage::split_master});
   EXPECT_THAT([&] { master_params(split); },
-              ThrowsMessage<c10::Error>(HasSubstr("keeps no master as a tensor; clip with "
+              ThrowsMessage<c10::Error>(HasSubstr("has no master tensor; clip with "
                                                   "scaler.step(optimizer, {.max_norm")));
   GradScaler scaler = make_silent_scaler();
   x.mutable_grad() = torch::full_like(x, kScale);
@@ -700,7 +709,7 @@ TEST(MasterParams, OfSplitMastersThereAreNone) {
   EXPECT_EQ(x[0].item<float>(), -1.0F);
 }
 
-TEST(MasterParams, ThatWereMadeEarlyAreSavedAndLoaded) {
+TEST(MasterParams, CreatedEarlySurviveSaveAndLoad) {
   const Model model(torch::kHalf, /*has_gaps=*/false);
   mezzo::optim::AdamW optimizer(model.groups(), 1e-3, kMasters);
   (void)master_params(optimizer);
@@ -713,48 +722,50 @@ TEST(MasterParams, ThatWereMadeEarlyAreSavedAndLoaded) {
   EXPECT_THAT(model.parameters[0], BitwiseEqual(masters[0].to(torch::kHalf)));
 }
 
-at::Tensor one_weight() { return torch::ones({4}, torch::kBFloat16).set_requires_grad(true); }
+at::Tensor make_weight() { return torch::ones({4}, torch::kBFloat16).set_requires_grad(true); }
 
-struct NoRate : torch::optim::OptimizerOptions {
+struct OptionsWithoutLr : torch::optim::OptimizerOptions {
   double get_lr() const override { return 1; }
   std::unique_ptr<OptimizerOptions> clone() const override {
-    return std::make_unique<NoRate>(*this);
+    return std::make_unique<OptionsWithoutLr>(*this);
   }
 };
-struct WithoutRate : torch::optim::Optimizer {
-  explicit WithoutRate(const Tensors& parameters)
-      : Optimizer({torch::optim::OptimizerParamGroup(parameters)}, std::make_unique<NoRate>()) {}
+struct OptimizerWithoutLr : torch::optim::Optimizer {
+  explicit OptimizerWithoutLr(const Tensors& parameters)
+      : Optimizer({torch::optim::OptimizerParamGroup(parameters)},
+                  std::make_unique<OptionsWithoutLr>()) {}
   at::Tensor step(LossClosure /*closure*/ = nullptr) override { return {}; }
 };
 
-TEST(OptimizersOfTheUsers, WhoseRateCannotBeSetThrowUnderASchedule) {
-  const at::Tensor weight = one_weight();
+TEST(CustomOptimizers, ThrowUnderScheduleWithoutSetLr) {
+  const at::Tensor weight = make_weight();
   weight.mutable_grad() = torch::ones_like(weight);
-  WithoutRate inner({weight});
+  OptimizerWithoutLr inner({weight});
   mezzo::MasterWeights masters(inner);
   EXPECT_ANY_THROW(masters.set_lr_factors({0.5}));
   EXPECT_TRUE(masters.lr_factors().empty());
   masters.step();
 }
 
-// --- Files: a resumed run takes the steps of one that was not interrupted.
+// --- Archives: a resumed run is bitwise identical to an uninterrupted one.
 
 void train(const Model& model, MasterWeights& optimizer, int first, int last) {
   GradScaler scaler = make_silent_scaler();
   for (int step = first; step < last; ++step) {
     model.set_gradients(step);
-    if (step < 6) model.parameters[3].mutable_grad() = torch::Tensor();  // its master comes later
+    if (step < 6)
+      model.parameters[3].mutable_grad() = torch::Tensor();  // its master is created later
     scaler.step(optimizer, {.max_norm = 2.0});
     scaler.update();
   }
 }
 
-class FileOfDtype : public testing::TestWithParam<torch::ScalarType> {};
-INSTANTIATE_TEST_SUITE_P(MasterWeightsFile, FileOfDtype,
+class MasterWeightsArchiveDtype : public testing::TestWithParam<torch::ScalarType> {};
+INSTANTIATE_TEST_SUITE_P(Dtypes, MasterWeightsArchiveDtype,
                          testing::Values(torch::kHalf, torch::kBFloat16));
 
-TEST_P(FileOfDtype, ResumesToTheBitInTheMiddleOfARun) {
-  for (const MakeOptimizer& make : libtorch_optimizers()) {
+TEST_P(MasterWeightsArchiveDtype, ResumesBitwise) {
+  for (const MakeOptimizer& make : torch_optimizers()) {
     const Model whole(GetParam());
     const auto whole_inner = make(whole.groups());
     MasterWeights uninterrupted(*whole_inner);
@@ -766,7 +777,7 @@ TEST_P(FileOfDtype, ResumesToTheBitInTheMiddleOfARun) {
     const Model resumed(GetParam());
     const auto inner = make(resumed.groups());
     MasterWeights optimizer(*inner);
-    train(resumed, optimizer, 20, 22);  // of which nothing may be left
+    train(resumed, optimizer, 20, 22);  // discarded by load
     load_from_string(optimizer, file);
     {
       const torch::NoGradGuard no_grad;
@@ -780,7 +791,7 @@ TEST_P(FileOfDtype, ResumesToTheBitInTheMiddleOfARun) {
   }
 }
 
-TEST(MasterWeightsFile, HoldsMastersInFloatWhateverTheModelIsCastTo) {
+TEST(MasterWeightsArchive, HoldsFloat32Masters) {
   const Model model(torch::kBFloat16);
   torch::optim::SGD inner(model.groups(), torch::optim::SGDOptions(0.1));
   MasterWeights optimizer(inner);
@@ -797,7 +808,7 @@ TEST(MasterWeightsFile, HoldsMastersInFloatWhateverTheModelIsCastTo) {
   EXPECT_THAT(master_params(loaded), BitwiseEqual(masters));
 }
 
-TEST(MasterWeightsFile, OfTheInnerOptimizerAloneIsAnOrdinaryOne) {
+TEST(MasterWeightsArchive, InnerArchiveIsTorchs) {
   const Model model(torch::kHalf);
   torch::optim::SGD inner(model.groups(), torch::optim::SGDOptions(0.1).momentum(0.9));
   MasterWeights optimizer(inner);
@@ -812,12 +823,12 @@ TEST(MasterWeightsFile, OfTheInnerOptimizerAloneIsAnOrdinaryOne) {
   EXPECT_THAT(momentum(other), BitwiseEqual(momentum(inner)));
 }
 
-/// What `call` throws; the optimizer goes on as if nothing had been.
-class RefusedFile : public testing::Test {
+/// Returns the message that `call` throws, and checks that the optimizer is unchanged.
+class MasterWeightsInvalidArchive : public testing::Test {
  protected:
-  RefusedFile() { train(model_, optimizer_, 0, 7); }
+  MasterWeightsInvalidArchive() { train(model_, optimizer_, 0, 7); }
 
-  std::string error_of_loading(const std::string& file) {
+  std::string load_error(const std::string& file) {
     const std::string before = save_to_string(optimizer_);
     const Tensors masters = clone_all(master_params(optimizer_));
     const std::string error = test_support::message_of([&] { load_from_string(optimizer_, file); });
@@ -834,41 +845,41 @@ class RefusedFile : public testing::Test {
   MasterWeights optimizer_{inner_};
 };
 
-TEST_F(RefusedFile, OfTheBareOptimizer) {
-  EXPECT_THAT(error_of_loading(save_to_string(inner_)), HasSubstr("the archive holds no masters"));
+TEST_F(MasterWeightsInvalidArchive, ThrowsForInnerOptimizerArchive) {
+  EXPECT_THAT(load_error(save_to_string(inner_)), HasSubstr("the archive has no masters"));
 }
 
-TEST_F(RefusedFile, OfAnotherKindOfOptimizer) {
+TEST_F(MasterWeightsInvalidArchive, ThrowsForOtherOptimizerClass) {
   torch::optim::Adam adam(model_.groups(), torch::optim::AdamOptions(0.7));
   const MasterWeights other(adam);
-  EXPECT_NE(error_of_loading(save_to_string(other)), "no error");
+  EXPECT_NE(load_error(save_to_string(other)), "no error");
 }
 
-TEST_F(RefusedFile, OfOtherGroups) {
+TEST_F(MasterWeightsInvalidArchive, ThrowsForOtherGroups) {
   torch::optim::SGD sgd(model_.parameters, torch::optim::SGDOptions(0.7));
   const MasterWeights other(sgd);
-  EXPECT_THAT(error_of_loading(save_to_string(other)),
+  EXPECT_THAT(load_error(save_to_string(other)),
               HasSubstr("a different number of parameter groups"));
 }
 
-TEST_F(RefusedFile, OfAModelThatWasCast) {
+TEST_F(MasterWeightsInvalidArchive, ThrowsForCastModel) {
   const std::string file = save_to_string(optimizer_);
   model_.parameters[0].mutable_grad() = torch::Tensor();
   model_.parameters[0].set_data(model_.parameters[0].detach().to(torch::kFloat));
-  EXPECT_THAT(error_of_loading(file), HasSubstr("cast as it was then"));
+  EXPECT_THAT(load_error(file), HasSubstr("cast as it was when it was saved"));
 }
 
-TEST_F(RefusedFile, OfMastersOfAnotherShape) {
+TEST_F(MasterWeightsInvalidArchive, ThrowsForMastersOfOtherShape) {
   Model model(torch::kHalf);
   model.parameters[0] = torch::zeros({5, 7}, torch::kHalf).requires_grad_();
   torch::optim::SGD sgd(model.groups(), torch::optim::SGDOptions(0.7).momentum(0.9));
   MasterWeights other(sgd);
   train(model, other, 0, 2);
-  EXPECT_THAT(error_of_loading(save_to_string(other)),
+  EXPECT_THAT(load_error(save_to_string(other)),
               HasSubstr("the master float32 [5, 7] on cpu for parameter 0 of group 0"));
 }
 
-TEST(MasterWeightsFile, OfAFloatModelIsReadFromACheckpoint) {
+TEST(MasterWeightsArchive, Float32ModelLoadsFromCheckpoint) {
   const torch::nn::Linear model(2, 2);
   torch::optim::SGD sgd(model->parameters(), 0.1);
   MasterWeights masters(sgd);

@@ -1,4 +1,4 @@
-// mezzo::optim::Muon against Python's torch.optim.Muon, which data/muon.py records.
+// Muon compared with Python's torch.optim.Muon, recorded by data/muon.py.
 
 #include <mezzo/autocast/autocast_guard.h>
 #include <mezzo/optim/adamw.h>
@@ -24,7 +24,7 @@
 #include "../support/get_param_state.h"
 
 #ifndef MEZZO_OPTIM_TEST_DATA
-#error "give -DMEZZO_OPTIM_TEST_DATA, the folder tests/optim/data"
+#error "define MEZZO_OPTIM_TEST_DATA as the directory tests/optim/data"
 #endif
 
 namespace {
@@ -36,20 +36,20 @@ using testing::AllOf;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
 
-std::vector<torch::Tensor> tensors(const c10::IValue& list) {
+std::vector<torch::Tensor> to_tensors(const c10::IValue& list) {
   std::vector<torch::Tensor> all;
   for (const c10::IValue& one : list.toListRef()) all.push_back(one.toTensor());
   return all;
 }
 
-/// The largest difference of two tensors, as a share of the largest magnitude.
+/// Maximum difference of two tensors, relative to the maximum magnitude.
 double difference(const torch::Tensor& left, const torch::Tensor& right) {
   const auto wide = right.to(torch::kDouble);
   return ((left.to(torch::kDouble) - wide).abs().max() / wide.abs().max()).item<double>();
 }
 
-TEST(Muon, TrainsAsPythons) {
-  // Products of bfloat16 differ between CPUs: only Python on the same machine has the same bits.
+TEST(Muon, MatchesPython) {
+  // bfloat16 products differ between CPUs: only Python on the same machine is bitwise identical.
   const char* const of_this_machine = std::getenv("MEZZO_MUON_CASES");
   std::ifstream file(of_this_machine ? of_this_machine : MEZZO_OPTIM_TEST_DATA "/muon.pt",
                      std::ios::binary);
@@ -59,27 +59,27 @@ TEST(Muon, TrainsAsPythons) {
   for (std::size_t i = 0; i < cases.toListRef().size(); ++i) {
     SCOPED_TRACE(i);
     const auto recorded = cases.toListRef()[i].toGenericDict();
-    const auto number = [&](const char* key) { return recorded.at(key).toScalar().toDouble(); };
+    const auto get_number = [&](const char* key) { return recorded.at(key).toScalar().toDouble(); };
     const auto& coefficients = recorded.at("ns_coefficients").toTupleRef().elements();
-    std::vector<torch::Tensor> parameters = tensors(recorded.at("weights"));
+    std::vector<torch::Tensor> parameters = to_tensors(recorded.at("weights"));
     Muon optimizer(parameters,
-                   MuonOptions(number("lr"))
-                       .weight_decay(number("weight_decay"))
-                       .momentum(number("momentum"))
+                   MuonOptions(get_number("lr"))
+                       .weight_decay(get_number("weight_decay"))
+                       .momentum(get_number("momentum"))
                        .nesterov(recorded.at("nesterov").toBool())
                        .ns_coefficients({coefficients[0].toDouble(), coefficients[1].toDouble(),
                                          coefficients[2].toDouble()})
-                       .eps(number("eps"))
+                       .eps(get_number("eps"))
                        .ns_steps(recorded.at("ns_steps").toInt())
                        .adjust_lr_fn(recorded.at("adjust_lr_fn").toStringRef()));
     for (const c10::IValue& step : recorded.at("gradients").toListRef()) {
-      const auto gradients = tensors(step);
+      const auto gradients = to_tensors(step);
       for (std::size_t p = 0; p < parameters.size(); ++p) {
         parameters[p].mutable_grad() = gradients[p].numel() == 0 ? torch::Tensor() : gradients[p];
       }
       optimizer.step();
     }
-    const auto expected = tensors(recorded.at("expected"));
+    const auto expected = to_tensors(recorded.at("expected"));
     for (std::size_t p = 0; p < parameters.size(); ++p) {
       EXPECT_LE(difference(parameters[p], expected[p]), of_this_machine ? 0.0 : 0.02)
           << parameters[p] << "\n"
@@ -88,7 +88,7 @@ TEST(Muon, TrainsAsPythons) {
   }
 }
 
-TEST(Muon, TakesMatricesOnly) {
+TEST(Muon, ThrowsForNonMatrix) {
   EXPECT_THAT(
       [] {
         Muon(std::vector<torch::Tensor>{torch::ones({2, 2}), torch::ones(3)});
@@ -96,7 +96,7 @@ TEST(Muon, TakesMatricesOnly) {
       ThrowsMessage<c10::Error>(
           AllOf(HasSubstr("Muon only supports 2D parameters whereas we found a parameter "
                           "with size: [3], parameter 1 of group 0"),
-                HasSubstr("give it to an AdamW beside"))));
+                HasSubstr("pass it to an AdamW"))));
   EXPECT_THAT(
       [] {
         Muon({torch::ones({2, 2}, torch::kComplexFloat)});
@@ -108,7 +108,7 @@ TEST(Muon, TakesMatricesOnly) {
   EXPECT_EQ(optimizer.param_groups().size(), 1U);
 }
 
-TEST(Muon, IsAnyOptimizerToScalerAndSchedule) {
+TEST(Muon, WorksWithGradScalerAndSchedule) {
   torch::manual_seed(1);
   auto weight = torch::randn({6, 4}).requires_grad_();
   Muon optimizer({weight}, MuonOptions(2e-2));
@@ -130,8 +130,8 @@ TEST(Muon, IsAnyOptimizerToScalerAndSchedule) {
   EXPECT_EQ(optimizer.param_groups()[0].options().get_lr(), 1.5e-2);
 }
 
-TEST(Muon, TakesTheSameStepInAnyRegion) {
-  const auto trained = [](bool in_region) {
+TEST(Muon, StepIgnoresAutocast) {
+  const auto train = [](bool in_region) {
     torch::manual_seed(1);
     auto weight = torch::randn({6, 4});
     Muon optimizer({weight});
@@ -144,10 +144,10 @@ TEST(Muon, TakesTheSameStepInAnyRegion) {
     }
     return weight;
   };
-  EXPECT_TRUE(trained(true).equal(trained(false)));
+  EXPECT_TRUE(train(true).equal(train(false)));
 }
 
-TEST(Muon, KeepsTheRunningMeanOf16BitGradients) {
+TEST(Muon, PreservesMomentumOf16BitGradients) {
   auto weight = torch::randn({6, 4}, torch::kBFloat16);
   Muon optimizer({weight}, MuonOptions().momentum(0.5).nesterov(false));
   weight.mutable_grad() = torch::full({6, 4}, 2.0, torch::kBFloat16);

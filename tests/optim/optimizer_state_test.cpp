@@ -1,6 +1,6 @@
-// Optimizer states in a form that the optimizer's own steps do not produce: another layout, dtype
-// or owner, from a file, or of a parameter that was cast. Each test compares two runs: states with
-// the same values must take bitwise identical steps.
+// Optimizer states that steps do not produce: another layout, dtype or owner, from an archive, or
+// of a cast parameter. Each test compares two runs: states with equal values give bitwise identical
+// steps.
 
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/lamb.h>
@@ -43,7 +43,7 @@ using torch::Tensor;
 namespace mo = mezzo::optim;
 namespace to = torch::optim;
 
-/// An optimizer, and the dtype of the weights that it trains.
+/// An optimizer and the dtype of its parameters.
 struct OptimizerCase {
   std::string name;
   torch::ScalarType dtype;
@@ -59,7 +59,7 @@ OptimizerCase fused(const std::string& name, Options options, torch::ScalarType 
           }};
 }
 template <class Optimizer, class Options>
-OptimizerCase ordinary(const std::string& name, Options options, bool with_masters) {
+OptimizerCase torch_like(const std::string& name, Options options, bool with_masters) {
   return {name + (with_masters ? " with MasterWeights" : ""),
           with_masters ? torch::kBFloat16 : torch::kFloat,
           [=](const std::vector<Tensor>& parameters) {
@@ -86,19 +86,19 @@ std::vector<OptimizerCase> optimizer_cases() {
       fused<mo::SGD>("SGD, split master", sgd, torch::kBFloat16, split_master),
       fused<mo::Lion>("Lion", mo::LionOptions(0.05), torch::kFloat),
       fused<mo::Lion>("Lion, split master", mo::LionOptions(0.05), torch::kBFloat16, split_master),
-      ordinary<mo::LAMB>("LAMB", mo::LAMBOptions(0.05), false),
-      ordinary<mo::LAMB>("LAMB", mo::LAMBOptions(0.05), true),
-      ordinary<mo::Muon>("Muon", mo::MuonOptions(0.05), false),
-      ordinary<mo::Muon>("Muon", mo::MuonOptions(0.05), true),
-      ordinary<to::SGD>("torch SGD", to::SGDOptions(0.5).momentum(0.75), true),
-      ordinary<to::Adam>("torch Adam", to::AdamOptions(0.05).amsgrad(true), true),
-      ordinary<to::AdamW>("torch AdamW", to::AdamWOptions(0.05).amsgrad(true), true),
-      ordinary<to::RMSprop>("torch RMSprop", rmsprop, true),
-      ordinary<to::Adagrad>("torch Adagrad", to::AdagradOptions(0.05), true)};
+      torch_like<mo::LAMB>("LAMB", mo::LAMBOptions(0.05), false),
+      torch_like<mo::LAMB>("LAMB", mo::LAMBOptions(0.05), true),
+      torch_like<mo::Muon>("Muon", mo::MuonOptions(0.05), false),
+      torch_like<mo::Muon>("Muon", mo::MuonOptions(0.05), true),
+      torch_like<to::SGD>("torch SGD", to::SGDOptions(0.5).momentum(0.75), true),
+      torch_like<to::Adam>("torch Adam", to::AdamOptions(0.05).amsgrad(true), true),
+      torch_like<to::AdamW>("torch AdamW", to::AdamWOptions(0.05).amsgrad(true), true),
+      torch_like<to::RMSprop>("torch RMSprop", rmsprop, true),
+      torch_like<to::Adagrad>("torch Adagrad", to::AdagradOptions(0.05), true)};
 }
 
-/// Returns the tensors of a state, whichever optimizer's it is.
-std::vector<Tensor*> tensors_in(to::OptimizerParamState& state) {
+/// Returns the tensors of any optimizer's state.
+std::vector<Tensor*> get_tensors(to::OptimizerParamState& state) {
   std::vector<Tensor*> all;
   if (auto* const kept = dynamic_cast<mezzo::detail::FusedParamStateBase*>(&state)) {
     all = {&kept->master, &kept->low_bits};
@@ -121,10 +121,10 @@ std::vector<Tensor*> tensors_in(to::OptimizerParamState& state) {
   return all;
 }
 
-/// A matrix whose columns are contiguous, and what trains it.
+/// A column-major matrix and its optimizer.
 struct MatrixRun {
-  explicit MatrixRun(const OptimizerCase& of) : owned(of.make({weight_of(of.dtype)})) {}
-  static Tensor weight_of(torch::ScalarType dtype) {
+  explicit MatrixRun(const OptimizerCase& of) : owned(of.make({make_weight(of.dtype)})) {}
+  static Tensor make_weight(torch::ScalarType dtype) {
     torch::manual_seed(1);
     return torch::randn({6, 4}).t().to(dtype).requires_grad_();
   }
@@ -144,10 +144,10 @@ struct MatrixRun {
   OwnedOptimizer owned;
 };
 
-/// Returns two forms of the same values, for the states of two runs.
+/// Returns two forms of equal values for the states of two runs.
 using Form = std::function<std::pair<Tensor, Tensor>(const Tensor&)>;
 
-void expect_same_steps_from(const std::string& form_name, const Form& form, bool of_fused = false) {
+void expect_same_steps(const std::string& form_name, const Form& form, bool only_fused = false) {
   for (const OptimizerCase& one : optimizer_cases()) {
     SCOPED_TRACE(one.name + ", " + form_name);
     const MatrixRun first(one), second(one);
@@ -155,8 +155,8 @@ void expect_same_steps_from(const std::string& form_name, const Form& form, bool
     second.steps(0, 2);
     const bool is_fused =
         dynamic_cast<mezzo::detail::FusedParamStateBase*>(&first.state()) != nullptr;
-    if (of_fused && !is_fused) continue;
-    const auto of_first = tensors_in(first.state()), of_second = tensors_in(second.state());
+    if (only_fused && !is_fused) continue;
+    const auto of_first = get_tensors(first.state()), of_second = get_tensors(second.state());
     ASSERT_FALSE(of_first.empty());
     for (std::size_t i = 0; i < of_first.size(); ++i) {
       auto [left, right] = form(*of_first[i]);
@@ -169,28 +169,28 @@ void expect_same_steps_from(const std::string& form_name, const Form& form, bool
   }
 }
 
-TEST(OptimizerState, AnotherLayoutTrainsAlike) {
-  expect_same_steps_from("row by row",
-                         [](const Tensor& one) { return std::pair(one, one.contiguous()); });
-  expect_same_steps_from("with gaps", [](const Tensor& one) {
+TEST(OptimizerState, OtherStridesTrainIdentically) {
+  expect_same_steps("row by row",
+                    [](const Tensor& one) { return std::pair(one, one.contiguous()); });
+  expect_same_steps("with gaps", [](const Tensor& one) {
     return std::pair(one, torch::stack({one, one}, 2).select(2, 0));
   });
   const auto negative = [](const Tensor& one) {
     return std::pair(one, one.scalar_type() == torch::kShort ? one : torch::_neg_view(one.neg()));
   };
-  expect_same_steps_from("negative by a bit", negative, /*of_fused=*/true);
+  expect_same_steps("negative by a bit", negative, /*only_fused=*/true);
 }
 
-TEST(OptimizerState, AnotherDtypeTrainsAlike) {
+TEST(OptimizerState, OtherDtypeTrainsIdentically) {
   for (const auto dtype : {torch::kBFloat16, torch::kHalf}) {
-    expect_same_steps_from(c10::toString(dtype), [dtype](const Tensor& one) {
+    expect_same_steps(c10::toString(dtype), [dtype](const Tensor& one) {
       if (one.scalar_type() == torch::kShort) return std::pair(one, one);
       return std::pair(one.to(dtype).to(one.scalar_type()), one.to(dtype));
     });
   }
 }
 
-TEST(OptimizerState, GradientsOfAnotherDtypeGoOnFromTheState) {
+TEST(OptimizerState, PreservedForGradientsOfOtherDtype) {
   for (const OptimizerCase& one : optimizer_cases()) {
     if (one.dtype == torch::kFloat) continue;
     SCOPED_TRACE(one.name);
@@ -208,9 +208,9 @@ TEST(OptimizerState, GradientsOfAnotherDtypeGoOnFromTheState) {
   }
 }
 
-// --- States that are copied, and parameters that go or are cast --------------------------------
+// --- Copied states, destroyed and cast parameters ----------------------------------------------
 
-/// A fused optimizer with a state of momentum.
+/// A fused optimizer with moments.
 template <class OptimizerType>
 class FusedOptimizerState : public testing::Test {
  protected:
@@ -223,7 +223,7 @@ class FusedOptimizerState : public testing::Test {
 using FusedOptimizers = testing::Types<mo::Adam, mo::AdamW, mo::SGD, mo::Lion>;
 TYPED_TEST_SUITE(FusedOptimizerState, FusedOptimizers);
 
-TYPED_TEST(FusedOptimizerState, ACopyOutlivesTheParameterItCameFrom) {
+TYPED_TEST(FusedOptimizerState, CopyOutlivesParam) {
   using State = typename TypeParam::State;
   const auto weight = [] { return torch::ones({3}).requires_grad_(); };
   for (const std::string way : {"clone", "copy construction", "assignment"}) {
@@ -249,10 +249,10 @@ TYPED_TEST(FusedOptimizerState, ACopyOutlivesTheParameterItCameFrom) {
   }
 }
 
-TYPED_TEST(FusedOptimizerState, ACopyCountsByItself) {
+TYPED_TEST(FusedOptimizerState, CopyCountsIndependently) {
   using State = typename TypeParam::State;
   State state;
-  state.step_count().move_to(torch::full({}, 3.0F));  // as where a device counts
+  state.step_count().move_to(torch::full({}, 3.0F));  // as if a device counted
   State copy(state), assigned;
   assigned = state;
   for (State* const one : {&copy, &assigned}) {  // clone() makes the first
@@ -261,7 +261,7 @@ TYPED_TEST(FusedOptimizerState, ACopyCountsByItself) {
   }
 }
 
-TYPED_TEST(FusedOptimizerState, ACastParameterKeepsNoMaster) {
+TYPED_TEST(FusedOptimizerState, CastParamDropsMaster) {
   for (const auto storage : {WeightStorage::fp32_master, WeightStorage::split_master}) {
     {
       const Tensor weight = torch::ones({3}, torch::kBFloat16).requires_grad_();
@@ -281,7 +281,7 @@ TYPED_TEST(FusedOptimizerState, ACastParameterKeepsNoMaster) {
   }
 }
 
-TYPED_TEST(FusedOptimizerState, StateOfAnotherClassThrows) {
+TYPED_TEST(FusedOptimizerState, ThrowsForStateOfOtherClass) {
   const Tensor weight = torch::ones({3}).requires_grad_();
   TypeParam optimizer({weight}, this->options());
   optimizer.state()[weight.unsafeGetTensorImpl()] = std::make_unique<to::RMSpropParamState>();
@@ -291,7 +291,7 @@ TYPED_TEST(FusedOptimizerState, StateOfAnotherClassThrows) {
   EXPECT_TRUE(weight.equal(torch::ones({3})));
 }
 
-TYPED_TEST(FusedOptimizerState, StateOfAnotherShapeThrows) {
+TYPED_TEST(FusedOptimizerState, ThrowsForStateOfOtherShape) {
   using State = typename TypeParam::State;
   const Tensor weight = torch::ones({3}, torch::kBFloat16).requires_grad_();
   weight.mutable_grad() = torch::ones({3}, torch::kBFloat16);
@@ -323,7 +323,7 @@ TYPED_TEST(FusedOptimizerState, StateOfAnotherShapeThrows) {
   EXPECT_EQ(message_of([&] { optimizer.step(); }), "no error");
 }
 
-TEST(AdamWState, TorchFileHasTheCountOfItsMostSteppedParameter) {
+TEST(AdamWState, TorchArchiveSetsHighestParamStep) {
   for (const std::size_t stepped : {0U, 1U}) {
     const std::vector<Tensor> weights{torch::ones({3}), torch::ones({3})};
     to::AdamW theirs(weights);
@@ -338,7 +338,7 @@ TEST(AdamWState, TorchFileHasTheCountOfItsMostSteppedParameter) {
   }
 }
 
-TEST(SgdState, DampeningSwitchedOnLateThrows) {
+TEST(SgdState, ThrowsForLateDampening) {
   const Tensor weight = torch::ones({3}, torch::kBFloat16).requires_grad_();
   weight.mutable_grad() = torch::ones({3}, torch::kBFloat16);
   // With masters a state remembers steps without momentum.
@@ -348,15 +348,15 @@ TEST(SgdState, DampeningSwitchedOnLateThrows) {
   options.momentum(0.5).dampening(0.25);
   const Tensor before = weight.detach().clone();
   EXPECT_THAT(message_of([&] { optimizer.step(); }),
-              HasSubstr("momentum with dampening was switched on after parameter 0 of group 0"));
+              HasSubstr("momentum with dampening was enabled after parameter 0 of group 0"));
   EXPECT_THAT(weight, BitwiseEqual(before));
   options.dampening(0);
   EXPECT_EQ(message_of([&] { optimizer.step(); }), "no error");
 }
 
-// --- Weights that are written after a load ------------------------------------------------------
+// --- Weights written after a load --------------------------------------------------------------
 
-TEST(LoadedMasters, WeightsWrittenAfterALoadCountWhole) {
+TEST(LoadedMasters, ExternalWriteAfterLoadReplacesMaster) {
   for (const test_support::WeightStorageCase& storage_case : test_support::weight_storage_cases()) {
     SCOPED_TRACE(storage_case.name);
     const auto step = [](const OwnedOptimizer& optimizer, const Tensor& weight, double gradient) {
@@ -365,7 +365,7 @@ TEST(LoadedMasters, WeightsWrittenAfterALoadCountWhole) {
     };
     const Tensor weight = torch::linspace(1, 2, 65).to(storage_case.dtype).requires_grad_();
     const OwnedOptimizer saver = storage_case.make({weight});
-    step(saver, weight, 0x1.8p-10);  // which leaves bits below those of 16-bit weights
+    step(saver, weight, 0x1.8p-10);  // sets low bits
     mezzo::OptimizerRef saved = saver.ref();
     const std::string file = test_support::save_to_string(saved);
     const Tensor fresh = torch::linspace(4, 3, 65).to(storage_case.dtype).requires_grad_();
@@ -376,7 +376,7 @@ TEST(LoadedMasters, WeightsWrittenAfterALoadCountWhole) {
       const torch::NoGradGuard no_grad;
       Tensor(weight).copy_(fresh);
     }
-    for (int i = 0; i < 64; ++i) {  // a stale rest of a weight shows where it is rounded
+    for (int i = 0; i < 64; ++i) {  // stale low bits would change the rounding
       step(loader, weight, 0x1p-11);
       step(twin, fresh, 0x1p-11);
       ASSERT_THAT(weight, BitwiseEqual(fresh)) << "after step " << i;

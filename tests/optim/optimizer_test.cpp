@@ -1,4 +1,4 @@
-// The three calls that a step is made of, without a GradScaler: plan, read and apply.
+// plan, grad_stats and apply; GradScaler::step with options; ATen's kernels; float32 accumulation.
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/lion.h>
 #include <mezzo/optim/optimizer_ref.h>
@@ -39,20 +39,20 @@ using test_support::make_silent_scaler;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
 
-torch::Tensor with_gradient(std::vector<float> gradient, at::ScalarType dtype = torch::kFloat) {
+torch::Tensor make_parameter(std::vector<float> gradient, at::ScalarType dtype = torch::kFloat) {
   const auto size = static_cast<int64_t>(gradient.size());
   const auto parameter = torch::ones({size}, dtype).requires_grad_();
   parameter.mutable_grad() = torch::tensor(gradient).to(dtype);
   return parameter;
 }
 
-const torch::Tensor& inverse() {
-  static const torch::Tensor number = torch::full({}, 0.25F);
-  return number;
+const torch::Tensor& make_inv_scale() {
+  static const torch::Tensor make_scalar = torch::full({}, 0.25F);
+  return make_scalar;
 }
 
-TEST(StepPlan, HasARowForEachGradient) {
-  const auto x = with_gradient({12, 0}), y = with_gradient({-16}), unused = torch::ones({3});
+TEST(StepPlan, HasParamForEachGradient) {
+  const auto x = make_parameter({12, 0}), y = make_parameter({-16}), unused = torch::ones({3});
   SGD optimizer({x, unused, y}, SGDOptions(1.0));
   const auto plan = optimizer.plan();
   ASSERT_EQ(plan.params.size(), 2U);
@@ -62,26 +62,26 @@ TEST(StepPlan, HasARowForEachGradient) {
   EXPECT_TRUE(SGD({unused}, SGDOptions(1.0)).plan().params.empty());
 }
 
-TEST(StepPlan, IsReadOnceForAVerdict) {
-  const auto x = with_gradient({12, 0}), y = with_gradient({-16});
+TEST(StepPlan, GradStatsReadGradientsOnce) {
+  const auto x = make_parameter({12, 0}), y = make_parameter({-16});
   SGD optimizer({x, y}, SGDOptions(1.0));
-  const auto stats = optimizer.grad_stats(optimizer.plan(), inverse());
+  const auto stats = optimizer.grad_stats(optimizer.plan(), make_inv_scale());
   EXPECT_EQ(stats.inv_scale.item<float>(), 0.25F);
   EXPECT_EQ(stats.found_inf.item<float>(), 0.0F);
   EXPECT_EQ(stats.norm_sq.item<double>(), 25.0);
   EXPECT_EQ(stats.max_abs.item<double>(), 4.0);
   x.mutable_grad()[1] = std::numeric_limits<float>::infinity();
-  EXPECT_EQ(optimizer.grad_stats(optimizer.plan(), inverse()).found_inf.item<float>(), 1.0F);
+  EXPECT_EQ(optimizer.grad_stats(optimizer.plan(), make_inv_scale()).found_inf.item<float>(), 1.0F);
 }
 
-TEST(StepPlan, IsAppliedAsGradScalerAppliesIt) {
-  const auto ours = with_gradient({3, -7, 11}), theirs = with_gradient({3, -7, 11});
+TEST(StepPlan, ApplyMatchesGradScalerStep) {
+  const auto ours = make_parameter({3, -7, 11}), theirs = make_parameter({3, -7, 11});
   AdamW left({ours}, AdamWOptions(0.1)), right({theirs}, AdamWOptions(0.1));
   mezzo::GradScaler scaler({.init_scale = 4});
   (void)scaler.scale(torch::zeros({}));
   for (int i = 0; i < 3; ++i) {
     auto plan = left.plan();
-    const auto stats = left.grad_stats(plan, inverse());
+    const auto stats = left.grad_stats(plan, make_inv_scale());
     left.apply(std::move(plan), stats, {.max_norm = 1.0});
     scaler.step(right, {.max_norm = 1.0});
     scaler.update();
@@ -90,8 +90,8 @@ TEST(StepPlan, IsAppliedAsGradScalerAppliesIt) {
   EXPECT_EQ(left.applied_steps(), 3);
 }
 
-TEST(StepPlan, WritesNothingWhereItIsRefused) {
-  const auto x = with_gradient({4}), y = with_gradient({8});
+TEST(StepPlan, ThrowingPlanWritesNothing) {
+  const auto x = make_parameter({4}), y = make_parameter({8});
   AdamW optimizer({x, y}, AdamWOptions(1.0));
   y.mutable_grad() = torch::ones({2});
   EXPECT_THROW((void)optimizer.plan(), c10::Error);
@@ -100,18 +100,18 @@ TEST(StepPlan, WritesNothingWhereItIsRefused) {
   EXPECT_EQ(optimizer.applied_steps(), 0);
 }
 
-TEST(StepPlan, TellsOfHalfThatNoMasterWidens) {
-  const auto half = with_gradient({1}, torch::kHalf);
+TEST(StepPlan, ReportsFloat16WithoutMaster) {
+  const auto half = make_parameter({1}, torch::kHalf);
   EXPECT_TRUE(SGD({half}, SGDOptions(1.0)).plan().has_fp16_without_master);
   SGD with_master({half}, SGDOptions(1.0), {.weight_storage = WeightStorage::fp32_master});
   EXPECT_FALSE(with_master.plan().has_fp16_without_master);
 }
 
-TEST(StepPlan, TakesGradientsOfFloatForWeightsOf16Bits) {
+TEST(StepPlan, AcceptsFloat32GradientsOf16BitWeights) {
   for (const auto storage : {WeightStorage::plain, WeightStorage::fp32_master,
                              WeightStorage::split_master, WeightStorage::stochastic_rounding}) {
-    const auto wide = with_gradient({1.5, -2}, torch::kBFloat16);
-    const auto narrow = with_gradient({1.5, -2}, torch::kBFloat16);
+    const auto wide = make_parameter({1.5, -2}, torch::kBFloat16);
+    const auto narrow = make_parameter({1.5, -2}, torch::kBFloat16);
     wide.mutable_grad() = wide.grad().to(torch::kFloat);
     AdamW left({wide}, AdamWOptions(0.1), {.weight_storage = storage});
     AdamW right({narrow}, AdamWOptions(0.1), {.weight_storage = storage});
@@ -123,7 +123,7 @@ TEST(StepPlan, TakesGradientsOfFloatForWeightsOf16Bits) {
   }
 }
 
-TEST(StepPlan, PassesOverAParameterWithoutGradientWhoseMasterIsOfAnotherShape) {
+TEST(StepPlan, IgnoresMismatchedMasterWithoutGradient) {
   const auto p = torch::ones({4}, torch::kBFloat16).requires_grad_();
   const auto q = torch::ones({4}, torch::kBFloat16).requires_grad_();
   SGD optimizer({p, q}, SGDOptions(1.0), {.weight_storage = WeightStorage::fp32_master});
@@ -136,7 +136,7 @@ TEST(StepPlan, PassesOverAParameterWithoutGradientWhoseMasterIsOfAnotherShape) {
   EXPECT_EQ(q[0].item<float>(), -1.0F);
 }
 
-TEST(StepPlan, ChecksTheRowsOfAllDevicesBeforeItStepsOnAny) {
+TEST(StepPlan, ChecksAllDevicesBeforeStepping) {
   const auto on_cpu = torch::ones({2}).requires_grad_();
   const auto elsewhere = torch::ones({2}, torch::kMeta).requires_grad_();
   SGD optimizer({on_cpu, elsewhere}, SGDOptions(0.1).momentum(0.9).dampening(0.5));
@@ -148,7 +148,7 @@ TEST(StepPlan, ChecksTheRowsOfAllDevicesBeforeItStepsOnAny) {
 
 // --- GradScaler::step with mezzo's optimizers and with options.
 
-class OneFusedStep : public testing::Test {
+class FusedStep : public testing::Test {
  protected:
   void set_grad(std::vector<float> values) { x_.mutable_grad() = torch::tensor(values) * 1024; }
 
@@ -157,7 +157,7 @@ class OneFusedStep : public testing::Test {
   GradScaler scaler_ = make_silent_scaler();
 };
 
-TEST_F(OneFusedStep, TellsWhatBecameOfIt) {
+TEST_F(FusedStep, ReportsResult) {
   set_grad({3, 4});
   const auto result = scaler_.step(optimizer_, {.max_norm = 1.0});
   EXPECT_TRUE(result.ready());
@@ -174,7 +174,7 @@ TEST_F(OneFusedStep, TellsWhatBecameOfIt) {
   EXPECT_FALSE(scaler_.step(optimizer_, {.max_norm = 1.0}).step_return().has_value());
 }
 
-TEST_F(OneFusedStep, LeavesEverythingAsItIsWhenItIsSkipped) {
+TEST_F(FusedStep, SkippedStepChangesNothing) {
   set_grad({3, 4});
   scaler_.step(optimizer_);
   scaler_.update();
@@ -196,14 +196,14 @@ TEST_F(OneFusedStep, LeavesEverythingAsItIsWhenItIsSkipped) {
   EXPECT_EQ(scaler_.get_scale(), 512.0);
 }
 
-TEST_F(OneFusedStep, ASkippedFirstStepLeavesNoStateBehind) {
+TEST_F(FusedStep, SkippedFirstStepCreatesZeroState) {
   set_grad({kInfinity, 0});
   scaler_.step(optimizer_);
   EXPECT_TRUE(optimizer_.state().empty());
 }
 
-// A thread that cleared one before another thread read it would lose half of the step.
-TEST_F(OneFusedStep, ClearsAGradientOfSeveralParametersAfterAllHaveReadIt) {
+// A thread must not zero the gradient before another thread has read it.
+TEST_F(FusedStep, ZeroesSharedGradientAfterAllReads) {
   const std::vector<torch::Tensor> all{torch::ones({40000}).requires_grad_(),
                                        torch::ones({40000}).requires_grad_()};
   const auto gradient = torch::full({40000}, 1024.0F);
@@ -215,7 +215,7 @@ TEST_F(OneFusedStep, ClearsAGradientOfSeveralParametersAfterAllHaveReadIt) {
   EXPECT_EQ(gradient.abs().max().item<float>(), 0.0F);
 }
 
-TEST_F(OneFusedStep, ClearsGradientsWhoseElementsShareMemory) {
+TEST_F(FusedStep, ZeroesOverlappingGradient) {
   const auto y = torch::ones({5}).requires_grad_();
   y.mutable_grad() = torch::full({1}, 1024.0F).expand({5});
   AdamW optimizer({y}, AdamWOptions(0.1));
@@ -224,7 +224,7 @@ TEST_F(OneFusedStep, ClearsGradientsWhoseElementsShareMemory) {
   EXPECT_TRUE(torch::equal(y.grad(), torch::zeros({5})));
 }
 
-TEST_F(OneFusedStep, RefusesNormsThatAreNotPositive) {
+TEST_F(FusedStep, ThrowsForNonPositiveMaxNorm) {
   set_grad({3, 4});
   for (const double bad : {0.0, -1.0, std::nan("")}) {
     EXPECT_THAT([&] { scaler_.step(optimizer_, {.max_norm = bad}); },
@@ -233,7 +233,7 @@ TEST_F(OneFusedStep, RefusesNormsThatAreNotPositive) {
   EXPECT_TRUE(scaler_.step(optimizer_, {.max_norm = 1.0}).applied());
 }
 
-TEST_F(OneFusedStep, ADisabledScalerStepsWhateverTheGradientsAre) {
+TEST_F(FusedStep, DisabledScalerStepsOnInf) {
   GradScaler disabled({.enabled = false});
   x_.mutable_grad() = torch::tensor({3.0F, kInfinity});
   const auto result = disabled.step(optimizer_, {.max_norm = 1.0});
@@ -243,7 +243,7 @@ TEST_F(OneFusedStep, ADisabledScalerStepsWhateverTheGradientsAre) {
   EXPECT_TRUE(x_.isnan().any().item<bool>());  // inf / inf, as after clip_grad_norm_
 }
 
-TEST_F(OneFusedStep, ADisabledScalerHasNothingToClipWithoutGradients) {
+TEST_F(FusedStep, DisabledScalerClipsWithoutGradients) {
   GradScaler disabled({.enabled = false});
   const auto result = disabled.step(optimizer_, {.max_norm = 1.0});
   EXPECT_TRUE(result.applied());
@@ -252,15 +252,15 @@ TEST_F(OneFusedStep, ADisabledScalerHasNothingToClipWithoutGradients) {
   EXPECT_TRUE(torch::equal(x_, torch::zeros({2})));
 }
 
-/// A gradient of double that is scaled by 4, for an optimizer whose step subtracts gradients.
-torch::Tensor double_parameter() {
+/// A float64 gradient scaled by 4, with an optimizer that subtracts gradients.
+torch::Tensor make_float64_parameter() {
   const auto x = torch::zeros({3}, torch::kDouble).requires_grad_();
   x.mutable_grad() = torch::tensor({3.0, 4.0, 12.0}, torch::kDouble) * 4;
   return x;
 }
 
-TEST(ScalerStepWithOptions, ClipsDoublesInDoubleWhoeverSteps) {
-  const auto ours = double_parameter(), theirs = double_parameter();
+TEST(StepOptions, ClipsFloat64InFloat64) {
+  const auto ours = make_float64_parameter(), theirs = make_float64_parameter();
   mezzo::optim::SGD fused({ours}, mezzo::optim::SGDOptions(1.0));
   torch::optim::SGD plain({theirs}, torch::optim::SGDOptions(1.0));
   GradScaler scaler = make_silent_scaler({.init_scale = 4});
@@ -271,10 +271,9 @@ TEST(ScalerStepWithOptions, ClipsDoublesInDoubleWhoeverSteps) {
   EXPECT_NEAR(theirs[2].item<double>(), -12.0 * coefficient, 1e-15);
 }
 
-// --- ATen's fused optimizers, for devices without mezzo's kernels, walked on the CPU: they give
-// what mezzo's kernels give.
+// --- ATen's fused optimizers (for devices without mezzo kernels), on the CPU.
 
-std::vector<torch::Tensor> parameters() {
+std::vector<torch::Tensor> make_parameters() {
   torch::manual_seed(1);
   return {torch::randn({17, 9}), torch::randn({6, 4}).t(), torch::ones({6, 4}),
           torch::randn({5}, torch::kDouble), torch::randn({3})};
@@ -285,15 +284,15 @@ GradStats make_grad_stats(bool found_inf, double norm) {
           torch::full({}, norm * norm, torch::kDouble)};
 }
 
-/// Twelve steps of both ways, every third of which is skipped.
+/// Runs twelve steps both ways; every third is skipped.
 template <class Optimizer, class Options>
 void expect_same_steps(const Options& options, at::ScalarType dtype = torch::kFloat) {
   const auto cast = [dtype](std::vector<torch::Tensor> all) {
     for (torch::Tensor& one : all) one = one.detach().to(dtype);
     return all;
   };
-  const auto ours = cast(parameters());
-  const auto aten = cast(parameters());
+  const auto ours = cast(make_parameters());
+  const auto aten = cast(make_parameters());
   const mezzo::optim::WeightStorageOptions masters{.weight_storage = WeightStorage::fp32_master};
   Optimizer left(ours, options, masters);
   AtenOptimizer<Optimizer> right(aten, options, masters);
@@ -323,7 +322,7 @@ void expect_same_steps(const Options& options, at::ScalarType dtype = torch::kFl
     EXPECT_TRUE(torch::allclose(master, of_aten, 1e-5, 1e-5)) << k;
     EXPECT_TRUE(aten[k].equal(of_aten.to(dtype))) << k;
   }
-  std::stringstream archive;  // the counts come home
+  std::stringstream archive;  // moves the counts to the host
   torch::save(right, archive);
   torch::load(left, archive);
   for (const auto& parameter : aten) {
@@ -336,26 +335,26 @@ void expect_same_steps(const Options& options, at::ScalarType dtype = torch::kFl
   }
 }
 
-TEST(AtenStep, GivesWhatMezzosKernelsGiveForAdamW) {
+TEST(AtenStep, MatchesMezzoKernelsForAdamW) {
   using mezzo::optim::AdamWOptions;
   expect_same_steps<mezzo::optim::AdamW>(AdamWOptions(1e-2));
   expect_same_steps<mezzo::optim::AdamW>(AdamWOptions(1e-2).amsgrad(true).weight_decay(0.1));
 }
 
-TEST(AtenStep, GivesWhatMezzosKernelsGiveForAdam) {
+TEST(AtenStep, MatchesMezzoKernelsForAdam) {
   using mezzo::optim::AdamOptions;
   expect_same_steps<mezzo::optim::Adam>(AdamOptions(1e-2));
   expect_same_steps<mezzo::optim::Adam>(AdamOptions(1e-2).amsgrad(true).weight_decay(0.1));
 }
 
-TEST(AtenStep, GivesWhatMezzosKernelsGiveForSgd) {
+TEST(AtenStep, MatchesMezzoKernelsForSgd) {
   using mezzo::optim::SGDOptions;
   expect_same_steps<mezzo::optim::SGD>(SGDOptions(1e-2).weight_decay(0.1));
   expect_same_steps<mezzo::optim::SGD>(SGDOptions(1e-2).momentum(0.9));
   expect_same_steps<mezzo::optim::SGD>(SGDOptions(1e-2).momentum(0.9).nesterov(true));
 }
 
-TEST(AtenStep, GivesWhatMezzosKernelsGiveForMasters) {
+TEST(AtenStep, MatchesMezzoKernelsForMasters) {
   for (const auto dtype : {torch::kBFloat16, torch::kHalf}) {
     expect_same_steps<mezzo::optim::AdamW>(AdamWOptions(1e-2).amsgrad(true), dtype);
     expect_same_steps<mezzo::optim::Adam>(mezzo::optim::AdamOptions(1e-2), dtype);
@@ -364,8 +363,8 @@ TEST(AtenStep, GivesWhatMezzosKernelsGiveForMasters) {
   }
 }
 
-TEST(AtenStep, RefusesStoragesThatItCannotKeep) {
-  const auto expect_refused = [](auto optimizer, const torch::Tensor& x) {
+TEST(AtenStep, ThrowsForUnsupportedWeightStorage) {
+  const auto expect_throws = [](auto optimizer, const torch::Tensor& x) {
     EXPECT_THAT([&] { optimizer.apply(optimizer.plan()); },
                 ThrowsMessage<c10::Error>(
                     HasSubstr("split_master and stochastic_rounding need mezzo's k")));
@@ -374,23 +373,23 @@ TEST(AtenStep, RefusesStoragesThatItCannotKeep) {
   };
   for (const auto storage : {WeightStorage::split_master, WeightStorage::stochastic_rounding}) {
     const mezzo::optim::WeightStorageOptions weights{.weight_storage = storage};
-    const auto x = with_gradient({1, 2}, torch::kBFloat16);
-    expect_refused(AtenOptimizer<AdamW>({x}, AdamWOptions(0.5), weights), x);
-    expect_refused(AtenOptimizer<mezzo::optim::Adam>({x}, mezzo::optim::AdamOptions(0.5), weights),
-                   x);
-    expect_refused(AtenOptimizer<SGD>({x}, SGDOptions(0.5), weights), x);
+    const auto x = make_parameter({1, 2}, torch::kBFloat16);
+    expect_throws(AtenOptimizer<AdamW>({x}, AdamWOptions(0.5), weights), x);
+    expect_throws(AtenOptimizer<mezzo::optim::Adam>({x}, mezzo::optim::AdamOptions(0.5), weights),
+                  x);
+    expect_throws(AtenOptimizer<SGD>({x}, SGDOptions(0.5), weights), x);
   }
 }
 
-TEST(AtenStep, UnscalesAGradientOfSeveralParametersOnceForEach) {
+TEST(AtenStep, UnscalesSharedGradientOncePerParam) {
   const auto gradient = torch::full({3}, 8.0F);
   const auto x = torch::ones({3});
   const auto y = torch::ones({3});
   x.mutable_grad() = gradient;
   y.mutable_grad() = gradient;
   AtenOptimizer<SGD> optimizer({x, y}, mezzo::optim::SGDOptions(0.5).momentum(0.9));
-  const auto number = [](double value) { return torch::full({}, value, torch::kFloat); };
-  optimizer.apply(optimizer.plan(), {number(0.125), number(0)});
+  const auto make_scalar = [](double value) { return torch::full({}, value, torch::kFloat); };
+  optimizer.apply(optimizer.plan(), {make_scalar(0.125), make_scalar(0)});
   EXPECT_TRUE(torch::equal(x, torch::full({3}, 0.5F)));
   EXPECT_TRUE(torch::equal(y, x));
 }
@@ -401,7 +400,7 @@ int64_t steps_of(Optimizer& optimizer, const torch::Tensor& parameter) {
   return static_cast<typename Optimizer::State&>(state).step();
 }
 
-TEST(AtenStep, CountsNoStepThatItRefuses) {
+TEST(AtenStep, ThrowingStepIsNotCounted) {
   const auto x = torch::ones({2});
   const auto y = torch::ones({2});
   x.mutable_grad() = torch::ones({2});
@@ -435,7 +434,7 @@ struct FailingSgd : AtenOptimizer<SGD> {
   mutable int calls = 0;
 };
 
-TEST(AtenStep, CountsNoStepOfAGroupThatThrows) {
+TEST(AtenStep, ThrowingGroupIsNotCounted) {
   const auto x = torch::ones({2}), y = torch::ones({2});
   FailingSgd sgd({torch::optim::OptimizerParamGroup({x}), torch::optim::OptimizerParamGroup({y})},
                  mezzo::optim::SGDOptions(0.5).momentum(0.5));
@@ -445,9 +444,9 @@ TEST(AtenStep, CountsNoStepOfAGroupThatThrows) {
   EXPECT_EQ(steps_of(sgd, y), 0);
 }
 
-/// Or a backward pass would go on with weights that are no longer those of its forward pass.
-// A check that unscale_ made and one that the step made add up, and devices' do.
-TEST(AtenStep, IsSkippedWhateverTheNumberOfChecksThatFoundAnInf) {
+/// Otherwise backward would use other weights than forward.
+// found_inf is summed over checks (unscale_ and step) and devices.
+TEST(AtenStep, SkipsForFoundInfAboveOne) {
   const auto parameter = torch::ones({5});
   AtenOptimizer<AdamW> optimizer({parameter}, mezzo::optim::AdamWOptions(1e-2));
   parameter.mutable_grad() = torch::full({5}, std::numeric_limits<float>::infinity());
@@ -455,7 +454,7 @@ TEST(AtenStep, IsSkippedWhateverTheNumberOfChecksThatFoundAnInf) {
   EXPECT_TRUE(torch::equal(parameter, torch::ones({5})));
 }
 
-TEST(AtenStep, BumpsTheVersionSoThatAutogradNotices) {
+TEST(AtenStep, BumpsVersionCounters) {
   const auto parameter = torch::ones({5}).requires_grad_();
   AtenOptimizer<AdamW> adam({parameter}, mezzo::optim::AdamWOptions(1e-2));
   AtenOptimizer<SGD> sgd({parameter}, mezzo::optim::SGDOptions(1e-2));
@@ -469,9 +468,9 @@ TEST(AtenStep, BumpsTheVersionSoThatAutogradNotices) {
   expect_bump(sgd);
 }
 
-// --- Gradients of 16-bit weights that add up in float.
+// --- accumulate_in_float.
 
-TEST(AccumulateInFloat, AddsUpGradientsOf16BitWeights) {
+TEST(AccumulateInFloat, AccumulatesGradientsOf16BitWeights) {
   for (const bool in_float : {false, true}) {
     const auto weight = torch::zeros({2}, torch::kBFloat16).requires_grad_();
     if (in_float) accumulate_in_float({weight});
@@ -483,7 +482,7 @@ TEST(AccumulateInFloat, AddsUpGradientsOf16BitWeights) {
   }
 }
 
-TEST(AccumulateInFloat, HoldsForTheFirstBatchOfAWeightThatWasFrozen) {
+TEST(AccumulateInFloat, AppliesToUnfrozenWeight) {
   const auto weight = torch::zeros({2}, torch::kBFloat16);
   accumulate_in_float({weight});
   SGD optimizer({weight}, 1.0);
@@ -493,7 +492,7 @@ TEST(AccumulateInFloat, HoldsForTheFirstBatchOfAWeightThatWasFrozen) {
   EXPECT_EQ(weight[0].item<float>(), -1000.0F);
 }
 
-TEST(AccumulateInFloat, AddsToWhatWasAddedUpIn16BitsBefore) {
+TEST(AccumulateInFloat, ConvertsExistingGradients) {
   const auto weight = torch::zeros({2}, torch::kBFloat16).requires_grad_();
   weight.sum().backward();
   accumulate_in_float({weight});
@@ -501,21 +500,21 @@ TEST(AccumulateInFloat, AddsToWhatWasAddedUpIn16BitsBefore) {
   EXPECT_TRUE(torch::equal(weight.grad(), torch::full({2}, 1000.0)));
 }
 
-TEST(AccumulateInFloat, LeavesTheGradientsOfADoubleModelDouble) {
+TEST(AccumulateInFloat, PreservesFloat64Gradients) {
   const auto weight = torch::zeros({2}, torch::kDouble).requires_grad_();
   accumulate_in_float({weight});
   (weight * 1e300).sum().backward();
   EXPECT_EQ(weight.grad()[0].item<double>(), 1e300);
 }
 
-/// Relative distance of `gradient` from `exact`.
-double distance(const torch::Tensor& gradient, const torch::Tensor& exact) {
+/// Relative relative_error of `gradient` from `exact`.
+double relative_error(const torch::Tensor& gradient, const torch::Tensor& exact) {
   return ((gradient.to(torch::kDouble) - exact).norm() / exact.norm()).item<double>();
 }
 
-// What a product with float output (cuBLAS has one) would save: the backward pass computes in 16
-// bits all the same.
-TEST(AccumulateInFloat, LosesLittleToTheRoundingOfEachMicroBatchsGradient) {
+// The gain of a product with float32 output (as in cuBLAS) is small, since backward computes in 16
+// bits.
+TEST(AccumulateInFloat, RoundingErrorStaysSmall) {
   constexpr int64_t kWidth = 128, kBatch = 16, kMicroBatches = 64;
   torch::manual_seed(1);
   const auto options = torch::dtype(torch::kBFloat16);
@@ -544,9 +543,9 @@ TEST(AccumulateInFloat, LosesLittleToTheRoundingOfEachMicroBatchsGradient) {
     float_products += torch::mm(first.grad().to(torch::kFloat).t(), x.to(torch::kFloat));
     loss(x, {in_16_bits, weights[1].detach(), weights[2].detach()}, first).backward();
   }
-  const double by_16_bits = distance(in_16_bits.grad(), exact.front().grad());
-  const double by_float = distance(weights.front().grad(), exact.front().grad());
-  const double by_products = distance(float_products, exact.front().grad());
+  const double by_16_bits = relative_error(in_16_bits.grad(), exact.front().grad());
+  const double by_float = relative_error(weights.front().grad(), exact.front().grad());
+  const double by_products = relative_error(float_products, exact.front().grad());
   EXPECT_LT(by_float, 0.5 * by_16_bits);
   EXPECT_LT(by_float, 1.15 * by_products);
 }

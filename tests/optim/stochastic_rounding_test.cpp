@@ -1,5 +1,4 @@
-// Stochastic rounding: right in the mean, the same on every machine, and what it is for: a model
-// of bfloat16 that goes on learning.
+// Stochastic rounding: exact in the mean, deterministic, and trains a bfloat16 model.
 
 #include <mezzo/kernels/adam_functor.h>
 #include <mezzo/kernels/optimizer_step_cpu.h>
@@ -35,7 +34,7 @@ c10::BFloat16 rounded(float value, uint32_t noise) {
   return {static_cast<uint16_t>(bits), c10::BFloat16::from_bits()};
 }
 
-TEST(StochasticRounding, GoesToEitherNeighbourAsOftenAsItIsNear) {
+TEST(StochasticRounding, RoundsWithProbabilityOfDistance) {
   for (const float value : {1.0F + 1.0F / 512, -3.14159F, 1e-30F, 6e4F, 1e-39F}) {
     double sum = 0;
     std::set<float> seen;
@@ -54,14 +53,14 @@ TEST(StochasticRounding, GoesToEitherNeighbourAsOftenAsItIsNear) {
   }
 }
 
-/// The random bits of an element's parameter and moments, as the kernel draws them.
+/// The random bits of an element's parameter and moments, as in the kernel.
 std::array<uint32_t, 4> noise_of(uint64_t number, RandomKey key) {
   uint32_t bits = static_cast<uint32_t>(number) ^ key;
   mezzo::detail::hash_bits(bits);
   return {bits & 0xFFFFU, bits >> 16, (bits * 0x9E3779B1U) >> 16, (bits * 0x85EBCA77U) >> 16};
 }
 
-TEST(RandomBits, AreEvenlySpreadForEveryStepAndParameter) {
+TEST(RandomBits, AreUniformForEachStepAndParam) {
   constexpr uint32_t kCount = 20000;
   const double tolerance = 5 / std::sqrt(12.0 * kCount);  // five standard deviations
   for (uint64_t step = 1; step <= 20; ++step) {
@@ -83,7 +82,7 @@ TEST(RandomBits, AreEvenlySpreadForEveryStepAndParameter) {
   }
 }
 
-TEST(RandomBits, DifferBySeedStepParameterAndBlock) {
+TEST(RandomBits, DifferBySeedStepParamAndBlock) {
   std::set<RandomKey> keys;
   for (uint64_t seed = 0; seed < 4; ++seed) {
     for (uint64_t step = 1; step < 20; ++step) {
@@ -96,11 +95,13 @@ TEST(RandomBits, DifferBySeedStepParameterAndBlock) {
   }
 }
 
+constexpr std::uint32_t kParamIndex = 3;
+
 /// Adam's plain arithmetic and rounding with the random bits of each element, one at a time.
 template <bool kAmsgrad>
 StepBuffers expected_after(const StepBuffers& before,
                            const mezzo::detail::AdamCoefficients& coefficients,
-                           const mezzo::detail::StepArgs& use, int64_t first) {
+                           const mezzo::detail::StepArgs& args, int64_t first) {
   StepBuffers after = before.clone();
   const auto float_of = [](const torch::Tensor& tensor, int64_t i) {
     return static_cast<float>(tensor.const_data_ptr<c10::BFloat16>()[i]);
@@ -108,11 +109,11 @@ StepBuffers expected_after(const StepBuffers& before,
   for (int64_t i = 0; i < before.parameter.numel(); ++i) {
     const auto number = static_cast<uint64_t>(first + i);
     const RandomKey key =
-        mezzo::detail::random_key(use.seed, use.step, use.param_index, number >> 32);
+        mezzo::detail::random_key(args.seed, args.step, kParamIndex, number >> 32);
     using Vec = mezzo::detail::ScalarVec<float>;
     const typename AdamFunctor<kAmsgrad>::template Update<Vec> update(coefficients);
     float parameter = float_of(before.parameter, i);
-    float gradient = float_of(before.gradient, i) * static_cast<float>(use.multipliers.first);
+    float gradient = float_of(before.gradient, i) * static_cast<float>(args.multipliers.first);
     float moments[AdamFunctor<kAmsgrad>::kNumMoments];
     for (unsigned k = 0; k < AdamFunctor<kAmsgrad>::kNumMoments; ++k) {
       moments[k] = float_of(before.moments[k], i);
@@ -127,67 +128,65 @@ StepBuffers expected_after(const StepBuffers& before,
   return after;
 }
 
-constexpr int64_t kPiece = mezzo::detail::kMinChunkElements;
+constexpr int64_t kChunk = mezzo::detail::kMinChunkElements;
 
-class StochasticLoop : public testing::TestWithParam<CpuIsa> {
+class StochasticRoundingKernel : public testing::TestWithParam<CpuIsa> {
  protected:
   void SetUp() override {
     if (!mezzo::detail::has_isa(GetParam())) GTEST_SKIP() << "this CPU does not have it";
   }
 
   template <bool kAmsgrad>
-  void expect_plain_results(int64_t first) {
+  void expect_reference_results(int64_t first) {
     constexpr DtypePair kDtypes{torch::kBFloat16, torch::kBFloat16};
     const auto loop = mezzo::detail::get_step_kernel<AdamFunctor<kAmsgrad>>(
         mezzo::optim::WeightStorage::stochastic_rounding, torch::kBFloat16, GetParam());
     const auto coefficients =
         mezzo::detail::AdamHyperParams{0.9, 0.999, 1e-8, 0.1, true}.coefficients(1e-2, 7);
-    const mezzo::detail::StepArgs use{
-        .multipliers = {.first = 0.25}, .seed = 11, .step = 7, .param_index = 3};
+    const mezzo::detail::StepArgs args{.multipliers = {.first = 0.25}, .seed = 11, .step = 7};
     for (const int64_t count : {int64_t{0}, int64_t{1}, int64_t{15}, int64_t{16}, int64_t{17},
-                                int64_t{1000}, kPiece + 100}) {
+                                int64_t{1000}, kChunk + 100}) {
       torch::manual_seed(count);
       auto buffers = StepBuffers::random(kDtypes, count);
-      const auto expected = expected_after<kAmsgrad>(buffers, coefficients, use, first);
-      mezzo::detail::ParamArgs row{.pointers = buffers.span(),
-                                   .param_index = 3,
+      const auto expected = expected_after<kAmsgrad>(buffers, coefficients, args, first);
+      mezzo::detail::ParamArgs row{.pointers = buffers.pointers(),
+                                   .param_index = kParamIndex,
                                    .storage = mezzo::optim::WeightStorage::stochastic_rounding,
                                    .parameter_dtype = kDtypes.parameter,
                                    .gradient_dtype = kDtypes.gradient};
       row.pointers.first = first;
-      mezzo::detail::run_step_cpu(std::vector{row}, {{loop, coefficients, 7}}, use,
-                                  /*zeroes_grad=*/false);
-      EXPECT_THAT(buffers.in_order(), BitwiseEqual(expected.in_order()))
+      mezzo::detail::run_step_cpu(std::vector{row}, {{loop, coefficients, 7}}, args);
+      EXPECT_THAT(buffers.tensors(), BitwiseEqual(expected.tensors()))
           << count << " elements from " << first;
     }
   }
 };
 
-TEST_P(StochasticLoop, GivesThePlainResultsToTheBit) {
-  for (const int64_t first : {int64_t{0}, (int64_t{1} << 32) - kPiece, int64_t{3} << 32}) {
-    expect_plain_results<false>(first);
-    expect_plain_results<true>(first);
+TEST_P(StochasticRoundingKernel, MatchesReferenceBitwise) {
+  for (const int64_t first : {int64_t{0}, (int64_t{1} << 32) - kChunk, int64_t{3} << 32}) {
+    expect_reference_results<false>(first);
+    expect_reference_results<true>(first);
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(AllInstructionSets, StochasticLoop,
+INSTANTIATE_TEST_SUITE_P(AllInstructionSets, StochasticRoundingKernel,
                          testing::Values(CpuIsa::scalar, CpuIsa::vector128, CpuIsa::avx2,
                                          CpuIsa::avx512),
                          [](const auto& test) { return name_of(test.param); });
 
-class Threads {
+class ThreadCountGuard {
  public:
-  explicit Threads(int number) { torch::set_num_threads(number); }
-  Threads(const Threads&) = delete;
-  Threads& operator=(const Threads&) = delete;
-  ~Threads() { torch::set_num_threads(before_); }
+  explicit ThreadCountGuard(int number) { torch::set_num_threads(number); }
+  ThreadCountGuard(const ThreadCountGuard&) = delete;
+  ThreadCountGuard& operator=(const ThreadCountGuard&) = delete;
+  ~ThreadCountGuard() { torch::set_num_threads(before_); }
 
  private:
   int before_ = torch::get_num_threads();
 };
 
-torch::Tensor trained(int number_of_threads, uint64_t seed) {
-  const Threads threads(number_of_threads);
+torch::Tensor train(int num_threads, uint64_t seed) {
+  const ThreadCountGuard threads(num_threads);
   torch::manual_seed(1);
   const auto parameter = torch::randn({100000}).to(torch::kBFloat16).requires_grad_();
   AdamW optimizer({parameter}, AdamWOptions(1e-4),
@@ -199,13 +198,13 @@ torch::Tensor trained(int number_of_threads, uint64_t seed) {
   return parameter.detach();
 }
 
-TEST(StochasticRounding, FollowsFromTheSeedWhateverTheThreads) {
-  EXPECT_TRUE(torch::equal(trained(1, 7), trained(2, 7)));
-  EXPECT_FALSE(torch::equal(trained(1, 7), trained(1, 8)));
+TEST(StochasticRounding, DeterministicForSeedAcrossThreadCounts) {
+  EXPECT_TRUE(torch::equal(train(1, 7), train(2, 7)));
+  EXPECT_FALSE(torch::equal(train(1, 7), train(1, 8)));
 }
 
-/// Of 1.5, whose neighbour is 2^-7 below, steps by an eighth of that.
-TEST(StochasticRounding, DrawsOtherBitsInEachStepWithoutMomentsToo) {
+/// Steps of an eighth of the distance 2^-7 from 1.5 to its lower neighbour.
+TEST(StochasticRounding, DrawsNewBitsEachStepWithoutMoments) {
   const auto parameter = torch::full({10000}, 1.5F).to(torch::kBFloat16).requires_grad_();
   mezzo::optim::SGD optimizer({parameter}, mezzo::optim::SGDOptions(0x1p-10),
                               {.weight_storage = WeightStorage::stochastic_rounding});
@@ -216,8 +215,8 @@ TEST(StochasticRounding, DrawsOtherBitsInEachStepWithoutMomentsToo) {
   EXPECT_NEAR(moved.std().item<double>(), std::sqrt(32 * 0.125 * 0.875), 0.1);
 }
 
-/// A step of SGD with momentum that is the first to have a buffer moves a weight as one without.
-TEST(StochasticRounding, DrawsOtherBitsWhenMomentumIsTurnedOn) {
+/// The first step of SGD with momentum equals a step without.
+TEST(StochasticRounding, DrawsNewBitsWhenMomentumIsEnabled) {
   const auto start = torch::full({10000}, 1.5F).to(torch::kBFloat16);
   const auto parameter = start.clone().requires_grad_();
   mezzo::optim::SGD optimizer({parameter}, mezzo::optim::SGDOptions(0x1p-8),
@@ -236,9 +235,9 @@ TEST(StochasticRounding, DrawsOtherBitsWhenMomentumIsTurnedOn) {
   EXPECT_NEAR(differ, 0.5, 0.05) << "half of the weights go down in each step, independently";
 }
 
-/// The loss of a least-squares problem after 1,000 steps of AdamW, trained in `dtype`.
+/// Returns the loss of a least-squares problem after 1,000 steps of AdamW in `dtype`.
 double loss_after_training(torch::ScalarType dtype, WeightStorage storage) {
-  const Threads one(1);  // small operations: threads that wait for each other take longer
+  const ThreadCountGuard one(1);  // small ops are slower with threads
   torch::manual_seed(2);
   const auto inputs = torch::randn({256, 64});
   const auto targets = inputs.mm(torch::randn({64, 16}));
@@ -254,7 +253,7 @@ double loss_after_training(torch::ScalarType dtype, WeightStorage storage) {
   return (inputs.mm(weight.to(torch::kFloat)) - targets).square().mean().item<double>();
 }
 
-TEST(StochasticRounding, LearnsInAThousandStepsWhatFloatLearnsWhereNearestStalls) {
+TEST(StochasticRounding, TrainsLikeFloat32WhereNearestStalls) {
   const double with_float = loss_after_training(torch::kFloat, WeightStorage::plain);
   const double nearest = loss_after_training(torch::kBFloat16, WeightStorage::plain);
   const double stochastic =

@@ -1,4 +1,4 @@
-// Weights of 16 bits: what each way of keeping them gives, beside float and beside what was asked.
+// WeightStorage of 16-bit parameters, compared with float32; external writes.
 #include <mezzo/kernels/weight_formats.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/lamb.h>
@@ -49,7 +49,7 @@ using testing::ThrowsMessage;
 using torch::Tensor;
 
 /// Values of every exponent, infinities, subnormals, and the ties of bfloat16.
-std::vector<float> interesting_floats() {
+std::vector<float> make_float_values() {
   std::vector<float> values{0.0F,
                             -0.0F,
                             std::numeric_limits<float>::max(),
@@ -71,8 +71,8 @@ std::vector<float> interesting_floats() {
   return values;
 }
 
-TEST(SplitWeightFormat, GiveEveryFloatBackToTheBit) {
-  for (const float value : interesting_floats()) {
+TEST(SplitWeightFormat, RoundTripsEveryFloat32) {
+  for (const float value : make_float_values()) {
     uint32_t upper = 0;
     uint32_t lower = 0;
     mezzo::detail::split_low_bits(value, upper, lower);
@@ -84,8 +84,8 @@ TEST(SplitWeightFormat, GiveEveryFloatBackToTheBit) {
   }
 }
 
-TEST(SplitWeightFormat, HaveTheNearestBfloat16AsTheirUpperHalf) {
-  for (const float value : interesting_floats()) {
+TEST(SplitWeightFormat, HighBitsAreNearestBfloat16) {
+  for (const float value : make_float_values()) {
     uint32_t upper = 0;
     uint32_t lower = 0;
     mezzo::detail::split_low_bits(value, upper, lower);
@@ -98,7 +98,7 @@ TEST(SplitWeightFormat, HaveTheNearestBfloat16AsTheirUpperHalf) {
   }
 }
 
-TEST(SplitWeightFormat, KeepNaNANaN) {
+TEST(SplitWeightFormat, PreservesNaN) {
   for (const uint32_t bits : {0x7F800001U, 0x7FFFFFFFU, 0xFFFFFFFFU, 0x7FC00000U, 0xFF80FFFFU}) {
     float value = 0;
     std::memcpy(&value, &bits, sizeof(value));
@@ -112,7 +112,7 @@ TEST(SplitWeightFormat, KeepNaNANaN) {
   }
 }
 
-/// A model of bfloat16 or half, and one of float with the same values.
+/// A 16-bit model and a float32 copy.
 struct Models {
   std::vector<torch::Tensor> low;
   std::vector<torch::Tensor> floats;
@@ -150,7 +150,7 @@ struct Models {
 };
 
 template <class T>
-class EveryOptimizer : public testing::Test {};
+class WeightStorageTraining : public testing::Test {};
 
 struct AdamWCase {
   using Optimizer = mezzo::optim::AdamW;
@@ -178,9 +178,9 @@ struct LionCase {
   static auto options() { return mezzo::optim::LionOptions(1e-3); }
 };
 using Cases = testing::Types<AdamWCase, AmsgradCase, MomentumCase, PlainSgdCase, LionCase>;
-TYPED_TEST_SUITE(EveryOptimizer, Cases, );
+TYPED_TEST_SUITE(WeightStorageTraining, Cases, );
 
-TYPED_TEST(EveryOptimizer, WithMastersTrainsWhatAFloatModelTrainsToTheBit) {
+TYPED_TEST(WeightStorageTraining, Fp32MasterMatchesFloat32Model) {
   for (const auto dtype : {torch::kBFloat16, torch::kHalf}) {
     const Models models(dtype);
     typename TypeParam::Optimizer low(models.low, TypeParam::options(),
@@ -195,7 +195,7 @@ TYPED_TEST(EveryOptimizer, WithMastersTrainsWhatAFloatModelTrainsToTheBit) {
   }
 }
 
-TYPED_TEST(EveryOptimizer, WithSplitMastersTrainsWhatAFloatModelTrainsToTheBit) {
+TYPED_TEST(WeightStorageTraining, SplitMasterMatchesFloat32Model) {
   const Models models;
   typename TypeParam::Optimizer low(models.low, TypeParam::options(),
                                     {.weight_storage = WeightStorage::split_master});
@@ -204,12 +204,13 @@ TYPED_TEST(EveryOptimizer, WithSplitMastersTrainsWhatAFloatModelTrainsToTheBit) 
   for (std::size_t i = 0; i < models.low.size(); ++i) {
     auto& state = get_param_state<typename TypeParam::State>(low, models.low[i]);
     EXPECT_FALSE(state.master().defined());
-    const auto whole = mezzo::detail::combine_with_low_bits(models.low[i], state.low_bits());
-    EXPECT_TRUE(torch::equal(whole, models.floats[i])) << i;
+    const auto combine_master =
+        mezzo::detail::combine_with_low_bits(models.low[i], state.low_bits());
+    EXPECT_TRUE(torch::equal(combine_master, models.floats[i])) << i;
   }
 }
 
-TYPED_TEST(EveryOptimizer, GoesOnFromAFileAsIfItHadNotStopped) {
+TYPED_TEST(WeightStorageTraining, ResumesBitwiseFromArchive) {
   for (const auto storage : {WeightStorage::plain, WeightStorage::fp32_master,
                              WeightStorage::split_master, WeightStorage::stochastic_rounding}) {
     const Models models;
@@ -221,7 +222,7 @@ TYPED_TEST(EveryOptimizer, GoesOnFromAFileAsIfItHadNotStopped) {
     const std::vector<torch::Tensor> saved = test_support::clone_all(models.low);
 
     Models resumed;
-    {  // another process: the optimizer's file is read first, and then the model's
+    {  // as in another process: loads the optimizer before the model
       typename TypeParam::Optimizer second(resumed.low, TypeParam::options());
       torch::load(second, file);
       EXPECT_EQ(second.applied_steps(), first.applied_steps());
@@ -241,7 +242,7 @@ TYPED_TEST(EveryOptimizer, GoesOnFromAFileAsIfItHadNotStopped) {
   }
 }
 
-TEST(SplitWeightFormat, TakeAMastersTiesOverThatRoundTheOtherWay) {
+TEST(SplitWeightFormat, PreservesMasterTies) {
   const auto parameter = torch::full({1}, 1.0F).to(torch::kBFloat16);
   const auto tie = torch::full({1}, 1.0F + 1.0F / 256);  // the nearest even bfloat16 is 1
   AdamWParamState state;
@@ -251,7 +252,7 @@ TEST(SplitWeightFormat, TakeAMastersTiesOverThatRoundTheOtherWay) {
   EXPECT_FALSE(state.master().defined());
 }
 
-TEST(WeightStorage, OfParametersOfFloatIsAlwaysPlain) {
+TEST(WeightStorage, Float32ParamsArePlain) {
   for (const auto storage : {WeightStorage::fp32_master, WeightStorage::split_master,
                              WeightStorage::stochastic_rounding}) {
     const auto ours = torch::ones({50}).requires_grad_();
@@ -267,7 +268,7 @@ TEST(WeightStorage, OfParametersOfFloatIsAlwaysPlain) {
   }
 }
 
-TEST(WeightStorage, OfBfloat16IsWarnedAboutWhereNoWeightHas16Bits) {
+TEST(WeightStorage, WarnsWithout16BitWeights) {
   const c10::WarningUtils::WarnAlways warn_each_time;
   const auto warned = [](WeightStorage storage, torch::ScalarType second) {
     const test_support::WarningRecorder warnings;
@@ -286,7 +287,7 @@ TEST(WeightStorage, OfBfloat16IsWarnedAboutWhereNoWeightHas16Bits) {
   EXPECT_THAT(warned(WeightStorage::fp32_master, torch::kFloat), testing::ElementsAre());
 }
 
-TEST(WeightStorage, OfHalfCannotBeSplitOrStochastic) {
+TEST(WeightStorage, ThrowsForFloat16SplitOrStochastic) {
   for (const auto& [storage, name] : std::vector<std::pair<WeightStorage, std::string>>{
            {WeightStorage::split_master, "split_master"},
            {WeightStorage::stochastic_rounding, "stochastic"}}) {
@@ -300,7 +301,7 @@ TEST(WeightStorage, OfHalfCannotBeSplitOrStochastic) {
   }
 }
 
-TEST(WeightStorage, SurvivesTheLoadingOfTorchsFile) {
+TEST(WeightStorage, LoadOfTorchArchivePreservesStorage) {
   const Models models;
   torch::optim::AdamW theirs(models.low, torch::optim::AdamWOptions(1e-3));
   models.set_gradients();
@@ -320,7 +321,7 @@ TEST(WeightStorage, SurvivesTheLoadingOfTorchsFile) {
   EXPECT_EQ(get_param_state<AdamWParamState>(ours, models.low[0]).step(), 2);
 }
 
-TEST(WeightStorage, ThatRoundsEachUpdateIsWarnedAbout) {
+TEST(WeightStorage, PlainStorageWarns) {
   const c10::WarningUtils::WarnAlways warn_each_time;
   const Models models;
   const auto warnings_of = [&models](WeightStorage storage, const std::vector<at::Tensor>& model) {
@@ -341,7 +342,7 @@ TEST(WeightStorage, ThatRoundsEachUpdateIsWarnedAbout) {
   EXPECT_THAT(warnings_of(WeightStorage::plain, models.floats), testing::IsEmpty());
 }
 
-TEST(WeightStorage, OfWeightsWithoutGradientIsNotAsked) {
+TEST(WeightStorage, ParamsWithoutGradientAreNotChecked) {
   const c10::WarningUtils::WarnAlways warn_each_time;
   const torch::Tensor trained = torch::ones({3}).requires_grad_();
   trained.mutable_grad() = torch::ones({3});
@@ -355,7 +356,7 @@ TEST(WeightStorage, OfWeightsWithoutGradientIsNotAsked) {
   }
 }
 
-TEST(WeightStorage, WarningNamesWhatFloat16MomentsLose) {
+TEST(WeightStorage, WarningReportsFloat16MomentUnderflow) {
   const c10::WarningUtils::WarnAlways warn_each_time;
   const torch::Tensor weight = torch::ones({2, 2}, torch::kHalf).requires_grad_();
   weight.mutable_grad() = torch::ones_like(weight);
@@ -373,9 +374,10 @@ TEST(WeightStorage, WarningNamesWhatFloat16MomentsLose) {
   EXPECT_EQ(warnings.texts.size(), 3U);
 }
 
-// --- What others do to weights between steps.
+// --- Changes of parameters between steps.
 
-torch::Tensor whole(const torch::optim::Optimizer& optimizer, const torch::Tensor& parameter) {
+torch::Tensor combine_master(const torch::optim::Optimizer& optimizer,
+                             const torch::Tensor& parameter) {
   return mezzo::detail::combine_with_low_bits(
       parameter, get_param_state<AdamWParamState>(optimizer, parameter).low_bits());
 }
@@ -384,10 +386,10 @@ void set_grad(const torch::Tensor& parameter, double value) {
   parameter.mutable_grad() = torch::full_like(parameter.detach(), value);
 }
 
-/// A parameter of bfloat16 that was trained a little, so that there is something in its lower half.
-class SplitParameter : public testing::Test {
+/// A bfloat16 parameter with nonzero low bits.
+class SplitMasterParam : public testing::Test {
  protected:
-  SplitParameter() {
+  SplitMasterParam() {
     set_grad(parameter_, 0.5);
     optimizer_.step();
     EXPECT_TRUE(
@@ -398,8 +400,8 @@ class SplitParameter : public testing::Test {
     return static_cast<AdamWOptions&>(optimizer_.param_groups()[0].options());
   }
 
-  /// Settles what is kept, and changes nothing.
-  void step_without_moving() {
+  /// A step with lr 0.
+  void step_with_zero_lr() {
     options().lr(0);
     set_grad(parameter_, 0);
     optimizer_.step();
@@ -410,7 +412,7 @@ class SplitParameter : public testing::Test {
       {parameter_}, AdamWOptions(1e-4), {.weight_storage = WeightStorage::split_master}};
 };
 
-TEST_F(SplitParameter, CanBeSavedAfterItsDtypeChanged) {
+TEST_F(SplitMasterParam, SavesAfterDtypeChange) {
   for (const auto dtype : {torch::kHalf, torch::kFloat}) {
     parameter_.set_data(parameter_.detach().to(dtype));
     const std::string file = test_support::save_to_string(optimizer_);
@@ -421,15 +423,15 @@ TEST_F(SplitParameter, CanBeSavedAfterItsDtypeChanged) {
   }
 }
 
-TEST_F(SplitParameter, KeepsItsLowerHalfWhenALazyCopyOfItIsMade) {
-  const auto before = whole(optimizer_, parameter_);
+TEST_F(SplitMasterParam, LazyCopyPreservesLowBits) {
+  const auto before = combine_master(optimizer_, parameter_);
   const auto copy = at::_lazy_clone(parameter_.detach());
-  step_without_moving();
-  EXPECT_TRUE(torch::equal(whole(optimizer_, parameter_), before));
+  step_with_zero_lr();
+  EXPECT_TRUE(torch::equal(combine_master(optimizer_, parameter_), before));
 }
 
-TEST_F(SplitParameter, KeepsItsLowerHalfThroughAStepThatThrows) {
-  const auto before = whole(optimizer_, parameter_);
+TEST_F(SplitMasterParam, ThrowingStepPreservesLowBits) {
+  const auto before = combine_master(optimizer_, parameter_);
   const auto version = parameter_._version();
   const auto other = torch::ones({3}).requires_grad_();
   optimizer_.add_param_group(torch::optim::OptimizerParamGroup(std::vector{other}));
@@ -437,14 +439,14 @@ TEST_F(SplitParameter, KeepsItsLowerHalfThroughAStepThatThrows) {
   auto state = std::make_unique<AdamWParamState>();
   state->exp_avg(torch::zeros({4})).exp_avg_sq(torch::zeros({4}));
   optimizer_.state()[other.unsafeGetTensorImpl()] = std::move(state);
-  EXPECT_THROW(step_without_moving(), c10::Error);
+  EXPECT_THROW(step_with_zero_lr(), c10::Error);
   EXPECT_EQ(parameter_._version(), version);
   optimizer_.state().erase(other.unsafeGetTensorImpl());
-  step_without_moving();
-  EXPECT_TRUE(torch::equal(whole(optimizer_, parameter_), before));
+  step_with_zero_lr();
+  EXPECT_TRUE(torch::equal(combine_master(optimizer_, parameter_), before));
 }
 
-TEST_F(SplitParameter, TakesMemoryOfAnotherSize) {
+TEST_F(SplitMasterParam, AcceptsResizedStorage) {
   SGD optimizer({parameter_}, SGDOptions(0), {.weight_storage = WeightStorage::split_master});
   optimizer.step();
   parameter_.mutable_grad() = torch::Tensor();
@@ -455,19 +457,18 @@ TEST_F(SplitParameter, TakesMemoryOfAnotherSize) {
   EXPECT_TRUE(torch::equal(parameter_, torch::ones({100000}, torch::kBFloat16)));
 }
 
-// --- Weights of 16 bits that somebody writes between two steps: the next step goes on from what
-// was written.
+// --- External writes to 16-bit parameters between steps.
 
-/// The ways to keep weights of 16 bits.
+/// All storages of 16-bit parameters.
 std::vector<WeightStorageCase> keepers_of_16_bits() {
   std::vector<WeightStorageCase> all = test_support::weight_storage_cases();
   std::erase_if(all, [](const WeightStorageCase& one) { return one.dtype == torch::kFloat; });
   return all;
 }
 
-constexpr int64_t kSize = 70;  // whole vectors and a rest
+constexpr int64_t kSize = 70;  // full vectors and a tail
 
-/// A step whose gradients are all `gradient`.
+/// Steps with all gradients equal to `gradient`.
 void step(const OwnedOptimizer& optimizer, const std::vector<Tensor>& parameters, double gradient) {
   for (const Tensor& one : parameters) {
     one.mutable_grad() = torch::full_like(one.detach(), gradient);
@@ -479,8 +480,8 @@ const char* const kWrites[] = {"copy_",         "data()",
                                "set_data",      "set_data to a flat buffer that is written",
                                "a raw pointer", "torch::load"};
 
-/// Writes `values` to a parameter in one of these ways.
-void write(const std::string& way, const Tensor& parameter, const Tensor& values) {
+/// Writes `values` to a parameter.
+void write_externally(const std::string& way, const Tensor& parameter, const Tensor& values) {
   const torch::NoGradGuard no_grad;
   const Tensor low = values.to(parameter.scalar_type()).clone();
   if (way == "data()") {
@@ -503,7 +504,7 @@ void write(const std::string& way, const Tensor& parameter, const Tensor& values
   }
 }
 
-TEST(WrittenWeights, AreWhatTheNextStepGoesOnFrom) {
+TEST(ExternalWeightWrites, TakeEffectAtNextStep) {
   for (const WeightStorageCase& storage_case : keepers_of_16_bits()) {
     for (const char* const way : kWrites) {
       SCOPED_TRACE(std::string(storage_case.name) + ", by " + way);
@@ -511,9 +512,9 @@ TEST(WrittenWeights, AreWhatTheNextStepGoesOnFrom) {
           torch::linspace(-1, 1, kSize).to(storage_case.dtype).requires_grad_();
       const OwnedOptimizer optimizer = storage_case.make({parameter});
       for (int round = 0; round < 3; ++round) {
-        step(optimizer, {parameter}, 0x1p-12);  // below a digit of 16 bits
+        step(optimizer, {parameter}, 0x1p-12);  // less than the last bit
         const Tensor values = torch::linspace(2 + round, 3 + round, kSize).to(storage_case.dtype);
-        write(way, parameter, values);
+        write_externally(way, parameter, values);
         step(optimizer, {parameter}, 0.5);
         const Tensor wanted = values.to(torch::kFloat) - 0.5;
         const Tensor apart = (parameter.detach().to(torch::kFloat) - wanted).abs();
@@ -526,7 +527,7 @@ TEST(WrittenWeights, AreWhatTheNextStepGoesOnFrom) {
   }
 }
 
-TEST(WrittenWeights, LeaveTheMastersOfTheOthersAsTheyWere) {
+TEST(ExternalWeightWrites, PreserveOtherMasters) {
   for (const WeightStorageCase& storage_case : keepers_of_16_bits()) {
     for (const char* const way : kWrites) {
       SCOPED_TRACE(std::string(storage_case.name) + ", by " + way);
@@ -539,7 +540,7 @@ TEST(WrittenWeights, LeaveTheMastersOfTheOthersAsTheyWere) {
         step(other, {alone}, 0x1p-12);
         Tensor values = written.detach().to(torch::kFloat);
         values[3] = 7;
-        write(way, written, values);
+        write_externally(way, written, values);
       }
       step(optimizer, {written}, 0);
       EXPECT_NEAR(written[3].item<float>(), 7, 0x1p-5);
@@ -549,7 +550,7 @@ TEST(WrittenWeights, LeaveTheMastersOfTheOthersAsTheyWere) {
   }
 }
 
-TEST(WrittenWeights, OfZeroInfAndNanAreTakenExactly) {
+TEST(ExternalWeightWrites, ZeroInfAndNaNAreExact) {
   const float inf = std::numeric_limits<float>::infinity();
   for (const WeightStorageCase& storage_case : keepers_of_16_bits()) {
     for (const float from : {1.01F, -1.01F}) {
@@ -580,7 +581,7 @@ TEST(WrittenWeights, OfZeroInfAndNanAreTakenExactly) {
   }
 }
 
-TEST(WrittenWeights, ThatZeroWritesAreZero) {
+TEST(ExternalWeightWrites, ZeroMethodGivesZero) {
   for (const WeightStorageCase& storage_case : keepers_of_16_bits()) {
     SCOPED_TRACE(storage_case.name);
     const Tensor parameter = torch::linspace(-1, 1, kSize).to(storage_case.dtype).requires_grad_();
@@ -597,8 +598,8 @@ TEST(WrittenWeights, ThatZeroWritesAreZero) {
   }
 }
 
-// flat.split(n) gives views that share a version counter: a write to one shows in all of them.
-TEST(WrittenWeights, ThatShareAVersionCounterTrainAllTheSame) {
+// flat.split(n) returns views with one version counter: a write to one bumps all.
+TEST(ExternalWeightWrites, SharedVersionCounterTrains) {
   for (const WeightStorageCase& storage_case : keepers_of_16_bits()) {
     SCOPED_TRACE(storage_case.name);
     const Tensor flat = torch::ones({4 * kSize}, storage_case.dtype);
@@ -615,7 +616,7 @@ TEST(WrittenWeights, ThatShareAVersionCounterTrainAllTheSame) {
   }
 }
 
-TEST(WrittenWeights, AtTheirMastersWin) {
+TEST(ExternalWeightWrites, MasterWritesTakePrecedence) {
   for (const WeightStorageCase& storage_case : keepers_of_16_bits()) {
     if (storage_case.is_split) continue;
     SCOPED_TRACE(storage_case.name);
@@ -639,8 +640,8 @@ TEST(WrittenWeights, AtTheirMastersWin) {
   }
 }
 
-// A caller that has held a master since some earlier step has not written it.
-TEST(WrittenWeights, BeatMastersShownBefore) {
+// A master exposed at an earlier step and not written since.
+TEST(ExternalWeightWrites, OverrideExposedMasters) {
   for (const WeightStorageCase& storage_case : keepers_of_16_bits()) {
     if (storage_case.is_split) continue;
     SCOPED_TRACE(storage_case.name);
@@ -658,7 +659,7 @@ TEST(WrittenWeights, BeatMastersShownBefore) {
   }
 }
 
-TEST(WrittenWeights, AfterAStepThatThrewBeatMastersShownBefore) {
+TEST(ExternalWeightWrites, OverrideExposedMastersAfterThrow) {
   const Tensor parameter = torch::ones({kSize}, torch::kBFloat16).requires_grad_();
   test_support::ThrowingSgd inner({parameter}, 1.0);
   mezzo::MasterWeights masters(inner);

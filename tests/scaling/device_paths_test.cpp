@@ -1,6 +1,6 @@
-// What runs on other devices, walked with CPU and "meta" tensors in their place.
+// Code paths of other devices, tested with CPU and meta tensors.
 
-#include <mezzo/kernels/compute_grad_stats.h>
+#include <mezzo/kernels/unscale.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/sgd.h>
 #include <mezzo/scaling/grad_scaler.h>
@@ -34,8 +34,7 @@ using testing::IsEmpty;
 using testing::Not;
 using testing::Pair;
 
-// Without a GPU the path through ATen's kernels can still be walked with CPU tensors.
-TEST(AtenPath, UnscalesMixedDtypesAndChecksTheProducts) {
+TEST(AtenFallback, UnscalesMixedDtypesAndChecksProducts) {
   const std::vector<torch::Tensor> gradients{
       torch::full({2}, 8.0F), torch::full({1}, 8.0).to(torch::kDouble), torch::full({3}, 16.0F)};
   auto found_inf = torch::zeros({});
@@ -49,7 +48,7 @@ TEST(AtenPath, UnscalesMixedDtypesAndChecksTheProducts) {
   EXPECT_EQ(found_inf.item<float>(), 1.0F);
 }
 
-TEST(AtenPath, UpdatesAndClampsAsTheRuleDoes) {
+TEST(AtenFallback, UpdateMatchesGradScalerOptions) {
   for (const auto& rule :
        {GradScalerOptions::dynamic({.init_scale = 4,
        .growth_factor = 8,
@@ -73,7 +72,7 @@ TEST(AtenPath, UpdatesAndClampsAsTheRuleDoes) {
   }
 }
 
-TEST(AtenPath, RefusesHysteresisAndNamesTheTargetThatHasIt) {
+TEST(AtenFallback, ThrowsForHysteresis) {
   const auto refused = [] {
     mezzo::detail::check_update_kernel(GradScalerOptions::dynamic({.hysteresis = 2}), torch::kXPU);
   };
@@ -81,8 +80,8 @@ TEST(AtenPath, RefusesHysteresisAndNamesTheTargetThatHasIt) {
   EXPECT_NO_THROW(mezzo::detail::check_update_kernel(GradScalerOptions::dynamic(), torch::kXPU));
 }
 
-// A step divides by the inverse, which is written wherever the scale is.
-TEST(GradScaler, InverseFollowsTheScale) {
+// A step multiplies by the inverse, which must be updated with the scale.
+TEST(GradScaler, InverseScaleFollowsScale) {
   auto x = test_support::parameter({0});
   mezzo::optim::SGD optimizer({x}, 1.0);
   GradScaler scaler(
@@ -112,8 +111,8 @@ TEST(GradScaler, InverseFollowsTheScale) {
   expect_scale(3);
 }
 
-// From subnormal scales, whose inverse is inf, to those whose inverse is subnormal.
-TEST(InverseScale, HasTheBitsOfATensorsReciprocal) {
+// Scales from subnormal ones, with an inverse of inf, to those with a subnormal inverse.
+TEST(InverseScale, IsBitwiseIdenticalToReciprocal) {
   torch::manual_seed(1);
   const auto scales =
       torch::cat({torch::rand({20000}) * torch::pow(2.0F, torch::randint(-149, 128, {20000})),
@@ -125,7 +124,7 @@ TEST(InverseScale, HasTheBitsOfATensorsReciprocal) {
   }
 }
 
-/// The names of the ops that this thread calls while this lives.
+/// Records the names of the ops that this thread calls in a scope.
 class CalledOps {
  public:
   CalledOps() : handle_(at::addThreadLocalCallback(at::RecordFunctionCallback(note))) {
@@ -147,8 +146,8 @@ class CalledOps {
   at::CallbackHandle handle_;
 };
 
-// Each op of ATen's would be a launch of its own on a device.
-TEST(GradScaler, ComputesNoInverseInAStep) {
+// Each ATen op would be a kernel launch.
+TEST(GradScaler, StepComputesNoInverseScale) {
   const auto x = torch::ones({4}).requires_grad_();
   mezzo::optim::AdamW optimizer({x});
   GradScaler scaler({.init_scale = 8, .growth_interval = 1});
@@ -158,11 +157,11 @@ TEST(GradScaler, ComputesNoInverseInAStep) {
     scaler.step(optimizer, {.max_norm = 1.0});
     scaler.update();
     EXPECT_THAT(called.names(), Not(Contains("aten::reciprocal")));
-    EXPECT_THAT(called.names(), Not(IsEmpty())) << "ops are seen";
+    EXPECT_THAT(called.names(), Not(IsEmpty())) << "ops are recorded";
   }
 }
 
-TEST(Gradients, AreGroupedByDevice) {
+TEST(Gradients, GroupedByDevice) {
   const auto on = [](torch::Device device) {
     const auto x = torch::zeros({2}, torch::device(device).requires_grad(true));
     x.mutable_grad() = torch::zeros({2}, device);
@@ -177,7 +176,7 @@ TEST(Gradients, AreGroupedByDevice) {
   EXPECT_THAT(groups, ElementsAre(Pair(torch::kCPU, 2), Pair(torch::kMeta, 1)));
 }
 
-TEST(GradScaler, ChecksTheGradientsOfAllDevicesBeforeItWritesAny) {
+TEST(GradScaler, ChecksAllDevicesBeforeWriting) {
   auto x = test_support::parameter({0});
   const auto y = torch::zeros({2}, torch::kMeta).requires_grad_();
   test_support::set_grad(x, {4});

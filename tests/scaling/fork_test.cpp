@@ -1,5 +1,5 @@
-// A process that forks after it has trained on the CPU with one thread: the child trains on. (With
-// several threads libgomp hangs in the child, with or without mezzo.)
+// Training continues in the child of a process that trained on the CPU with one thread. (With more
+// threads libgomp hangs in the child, also without mezzo.)
 #include <mezzo/autocast/autocast_guard.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/scaling/grad_scaler.h>
@@ -49,7 +49,7 @@ class ForkedTraining {
 
 enum class Ended { well, badly, refused };
 
-/// How `work` ended in a child process, which had a minute for it.
+/// Runs `work` in a child process for at most a minute, and returns its exit status.
 template <class Work>
 Ended in_a_child(const Work& work) {
   const pid_t child = fork();
@@ -69,8 +69,8 @@ Ended in_a_child(const Work& work) {
   return has_ended ? static_cast<Ended>(WEXITSTATUS(status)) : Ended::badly;
 }
 
-TEST(Fork, AChildTrainsOnAsItsParentDoes) {
-  if (torch::cuda::is_available()) GTEST_SKIP() << "libtorch's autograd does not outlive a fork";
+TEST(Fork, ChildContinuesTraining) {
+  if (torch::cuda::is_available()) GTEST_SKIP() << "libtorch's autograd does not support fork";
   const int threads = at::get_num_threads();
   at::set_num_threads(1);
   ForkedTraining training;
@@ -85,7 +85,8 @@ TEST(Fork, AChildTrainsOnAsItsParentDoes) {
   });
   at::set_num_threads(threads);
   if (ended == Ended::refused) {
-    GTEST_SKIP() << "tests of nested backward passes came before: libtorch refuses any in a child";
+    GTEST_SKIP()
+        << "an earlier test ran nested backward passes, after which libtorch throws in a child";
   }
   ASSERT_EQ(ended, Ended::well);
   at::set_num_threads(1);
@@ -98,8 +99,8 @@ TEST(Fork, AChildTrainsOnAsItsParentDoes) {
   at::set_num_threads(threads);
 }
 
-// Learners of a thread pool share one scaler, and the first iteration's losses come at once.
-TEST(GradScalerConcurrentScale, ThreadsMayScaleTheFirstLossesAtOnce) {
+// Threads that share a scaler scale the first losses concurrently.
+TEST(GradScalerConcurrentScale, IsSafeOnFirstLosses) {
   constexpr int kThreads = 3;
   for (int round = 0; round < 300; ++round) {
     mezzo::GradScaler scaler({.init_scale = 1024});

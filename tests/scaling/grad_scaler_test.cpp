@@ -1,4 +1,3 @@
-// One iteration: what scale, unscale_ and step do to losses, gradients and parameters.
 #include <mezzo/autocast/autocast_guard.h>
 #include <mezzo/optim/sgd.h>
 #include <mezzo/scaling/grad_scaler.h>
@@ -28,6 +27,7 @@
 #include "../support/message_of.h"
 #include "../support/throwing_sgd.h"
 #include "../support/tiny_optimizer.h"
+#include "../support/warning_recorder.h"
 
 namespace {
 
@@ -43,7 +43,7 @@ using testing::StartsWith;
 using testing::ThrowsMessage;
 using torch::Tensor;
 
-TEST(GradScaler, HasTorchsDefaults) {
+TEST(GradScaler, DefaultsMatchTorch) {
   const GradScaler scaler;
   EXPECT_TRUE(scaler.is_enabled());
   EXPECT_EQ(scaler.get_scale(), 65536.0);
@@ -52,20 +52,47 @@ TEST(GradScaler, HasTorchsDefaults) {
   EXPECT_EQ(scaler.get_growth_interval(), 2000);
 }
 
-// A number alone might be any option; an aggregate in braces names it.
+// A bare number does not name its option; an aggregate in braces does.
 static_assert(!std::is_constructible_v<GradScaler, double>);
+static_assert(!std::is_constructible_v<GradScaler, double, double>);
+static_assert(!std::is_constructible_v<GradScaler, const char*, double>);
 static_assert(!std::is_constructible_v<GradScaler, int>);
 static_assert(!std::is_constructible_v<GradScaler, bool>);
 static_assert(std::is_aggregate_v<GradScalerOptions>);
 
-TEST(GradScaler, TakesOptionsInBracesAsTorchTakesArguments) {
+TEST(GradScaler, AcceptsOptionsInBraces) {
   const GradScaler scaler({.init_scale = 1024, .growth_factor = 4, .backoff_factor = 0.25});
   EXPECT_EQ(scaler.get_scale(), 1024);
   EXPECT_EQ(scaler.get_growth_factor(), 4);
   EXPECT_EQ(scaler.get_backoff_factor(), 0.25);
 }
 
-TEST(GradScaler, ScalesNestedContainersToTheSameType) {
+TEST(GradScaler, AcceptsDeviceAsTorchAmp) {
+  EXPECT_TRUE(GradScaler("cpu").is_enabled());
+  EXPECT_TRUE(GradScaler(torch::kCPU, GradScalerOptions{}).is_enabled());
+  const GradScaler scaler(torch::Device("cpu"), {.init_scale = 1024, .growth_interval = 100});
+  EXPECT_EQ(scaler.get_scale(), 1024);
+  EXPECT_EQ(scaler.get_growth_interval(), 100);
+  EXPECT_FALSE(GradScaler(std::string("cpu"), {.enabled = false}).is_enabled());
+}
+
+TEST(GradScaler, DisabledForCudaWithoutCuda) {
+  if (torch::cuda::is_available()) GTEST_SKIP() << "CUDA is available";
+  const WarningRecorder warnings;
+  EXPECT_FALSE(GradScaler("cuda").is_enabled());
+  EXPECT_FALSE(GradScaler(torch::kCUDA, {.init_scale = 1024}).is_enabled());
+  EXPECT_FALSE(GradScaler("cuda:0", {.enabled = false}).is_enabled());
+  ASSERT_EQ(warnings.texts.size(), 2) << "the disabled scaler does not warn";
+  EXPECT_THAT(warnings.texts[0], StartsWith("torch.cuda.amp.GradScaler is enabled, but CUDA is not "
+                                            "available.  Disabling."));
+}
+
+TEST(GradScaler, ThrowsForUnknownDeviceListingChoices) {
+  EXPECT_THAT(message_of([] { GradScaler("gpu"); }),
+              AllOf(HasSubstr("cpu, cuda, "), HasSubstr("device string: gpu")));
+}
+
+TEST(GradScaler, ScalesNestedContainers) {
   GradScaler scaler({.init_scale = 4});
   const auto one = torch::ones({});
   using Outputs = std::tuple<torch::Tensor, std::vector<torch::Tensor>,
@@ -83,7 +110,7 @@ TEST(GradScaler, ScalesNestedContainersToTheSameType) {
   EXPECT_EQ(one.item<float>(), 1.0F);
 }
 
-TEST(GradScaler, RefusesToGoBackwardThroughAScaleThatHasMoved) {
+TEST(GradScaler, BackwardThrowsAfterScaleChanged) {
   auto scaler = make_silent_scaler({.growth_interval = 1});
   auto x = parameter({1});
   auto optimizer = sgd({x});
@@ -95,7 +122,7 @@ TEST(GradScaler, RefusesToGoBackwardThroughAScaleThatHasMoved) {
               HasSubstr("modified by an inplace operation"));
 }
 
-TEST(GradScaler, UnscalesStepsAndReturnsWhatTheOptimizerReturned) {
+TEST(GradScaler, StepUnscalesAndReturnsOptimizerValue) {
   auto scaler = make_silent_scaler({.init_scale = 4});
   auto x = parameter({10, 20});
   auto optimizer = sgd({x});
@@ -111,8 +138,8 @@ TEST(GradScaler, UnscalesStepsAndReturnsWhatTheOptimizerReturned) {
   EXPECT_TRUE(torch::equal(x.grad(), torch::tensor({1.0F, 2.0F})));
 }
 
-// A tied weight: libtorch's Module::parameters() names it as often as the model has it.
-TEST(GradScaler, UnscalesOnceWhatIsGivenTwice) {
+// Module::parameters() returns a tied weight several times.
+TEST(GradScaler, UnscalesDuplicateParamOnce) {
   for (const bool explicitly : {false, true}) {
     auto scaler = make_silent_scaler({.init_scale = 4});
     auto x = parameter({3, 4});
@@ -126,11 +153,11 @@ TEST(GradScaler, UnscalesOnceWhatIsGivenTwice) {
     EXPECT_EQ(result.grad_norm(), 5.0);
     EXPECT_EQ(result.grad_max_abs(), 4.0);
     EXPECT_EQ(result.was_unscaled(), explicitly);
-    EXPECT_TRUE(torch::equal(x, torch::tensor({-3.0F, -4.0F}))) << "libtorch's SGD steps twice";
+    EXPECT_TRUE(torch::equal(x, torch::tensor({-3.0F, -4.0F}))) << "torch::optim::SGD steps twice";
   }
 }
 
-TEST(GradScaler, CoalescesSparseGradientsBeforeItChecks) {
+TEST(GradScaler, CoalescesSparseGradientsBeforeCheck) {
   auto scaler = make_silent_scaler({.init_scale = 2, .allow_fp16_gradients = true});
   const auto x = torch::zeros({4}, torch::dtype(torch::kHalf).requires_grad(true));
   auto optimizer = sgd({x});
@@ -139,7 +166,7 @@ TEST(GradScaler, CoalescesSparseGradientsBeforeItChecks) {
     const auto values = torch::full({count}, value, torch::kHalf);
     return torch::sparse_coo_tensor(torch::tensor(places).unsqueeze(0), values, {4});
   };
-  x.mutable_grad() = sparse({1, 1}, 64000);  // 128000 in one place: inf in half
+  x.mutable_grad() = sparse({1, 1}, 64000);  // duplicate index: the sum of 128000 is inf in float16
   EXPECT_FALSE(scaler.step(optimizer).applied());
   scaler.update(2.0);
   x.mutable_grad() = sparse({1, 3}, 64000);
@@ -147,7 +174,7 @@ TEST(GradScaler, CoalescesSparseGradientsBeforeItChecks) {
   EXPECT_TRUE(torch::equal(x.to(torch::kFloat), torch::tensor({0.0F, -32000.0F, 0.0F, -32000.0F})));
 }
 
-TEST(GradScaler, RefusesHalfGradientsUnlessTheyAreAllowed) {
+TEST(GradScaler, ThrowsForFp16GradientsUnlessAllowed) {
   const auto x = torch::zeros({1}, torch::dtype(torch::kHalf).requires_grad(true));
   auto optimizer = sgd({x});
   const auto refused = [&](const auto& call) {
@@ -169,9 +196,8 @@ TEST(GradScaler, RefusesHalfGradientsUnlessTheyAreAllowed) {
   EXPECT_EQ(x.grad().item<float>(), 0.25F);
 }
 
-// Divided by a scale below 1 it overflows in half and not in float, which is what the check
-// computes in.
-TEST(GradScaler, FindsAnInfThatUnscalingMakesInHalf) {
+// The quotient by a scale below 1 overflows in float16 but not in float32.
+TEST(GradScaler, FindsInfFromUnscalingFp16) {
   for (const bool zero_grad : {false, true}) {
     for (const double max_norm : {1e9, std::numeric_limits<double>::infinity()}) {
       auto scaler = make_silent_scaler(
@@ -196,9 +222,9 @@ TEST(GradScaler, FindsAnInfThatUnscalingMakesInHalf) {
   }
 }
 
-// --- Bounds, and memory that is shared.
+// --- Bounds and shared storage
 
-TEST(GradScalerBounds, RefusesWhatRoundsToZeroAsAFloat) {
+TEST(GradScalerBounds, ThrowsForScaleRoundingToZero) {
   EXPECT_THAT([] { GradScaler({.init_scale = 1e-60, .min_scale = 0}); },
               ThrowsMessage<c10::Error>(HasSubstr("init_scale is 1e-60")));
   EXPECT_THAT([] { GradScaler({.min_scale = 1e-60}); },
@@ -209,7 +235,7 @@ TEST(GradScalerBounds, RefusesWhatRoundsToZeroAsAFloat) {
               ThrowsMessage<c10::Error>(HasSubstr("new_scale is 1e-60")));
 }
 
-TEST(GradScalerBounds, HoldForAFixedScaleToo) {
+TEST(GradScalerBounds, ApplyToFixedScale) {
   GradScaler scaler({.init_scale = 128, .max_scale = 1024, .mode = LossScaleMode::fixed});
   (void)scaler.scale(torch::zeros({}));
   EXPECT_EQ(scaler.options().max_scale, 1024.0F);
@@ -225,7 +251,7 @@ class GradScalerSharing : public testing::Test {
   torch::optim::SGD sgd_{{x_}, torch::optim::SGDOptions(1.0)};
 };
 
-TEST_F(GradScalerSharing, UnscalesACopyOnWriteGradientAndLeavesTheOtherAlone) {
+TEST_F(GradScalerSharing, UnscaleKeepsCopyOnWriteSource) {
   const auto shared = torch::ones({4});
   x_.mutable_grad() = at::_lazy_clone(shared);
   (void)scaler_.scale(torch::zeros({}));
@@ -234,7 +260,7 @@ TEST_F(GradScalerSharing, UnscalesACopyOnWriteGradientAndLeavesTheOtherAlone) {
   EXPECT_TRUE(torch::equal(x_.grad(), torch::full({4}, 0.25)));
 }
 
-TEST_F(GradScalerSharing, ReadsAZeroTensorWithoutMemory) {
+TEST_F(GradScalerSharing, AcceptsZeroTensor) {
   x_.mutable_grad() = at::_efficientzerotensor({4}, torch::kFloat);
   GradScaler constant{mezzo::GradScalerOptions::none()};
   (void)constant.scale(torch::zeros({}));
@@ -242,7 +268,7 @@ TEST_F(GradScalerSharing, ReadsAZeroTensorWithoutMemory) {
   EXPECT_TRUE(torch::equal(x_, torch::zeros({4})));
 }
 
-TEST_F(GradScalerSharing, ASkipCallbackMaySilenceItself) {
+TEST_F(GradScalerSharing, CallbackCanRemoveItself) {
   const auto calls = std::make_shared<int>(0);
   scaler_.on_skip([this, calls](const mezzo::SkippedStep&) {
     scaler_.on_skip(nullptr);
@@ -257,9 +283,8 @@ TEST_F(GradScalerSharing, ASkipCallbackMaySilenceItself) {
   EXPECT_EQ(*calls, 1);
 }
 
-// A model of 161 parameters in half on the CPU, whose first scaled gradients overflow: half a
-// second, for half is slow on most CPUs.
-TEST(HalfTraining, OverflowsSkipsRecoversAndTrainsOn) {
+// A float16 model of 161 parameters on the CPU whose first scaled gradients overflow.
+TEST(GradScalerFp16Training, RecoversFromOverflow) {
   torch::manual_seed(5);
   torch::nn::Sequential model(torch::nn::Linear(8, 16), torch::nn::ReLU(),
                               torch::nn::Linear(16, 1));
@@ -292,13 +317,13 @@ TEST(HalfTraining, OverflowsSkipsRecoversAndTrainsOn) {
   }
   EXPECT_GE(skipped, 3) << "the first step overflowed";
   EXPECT_LE(skipped, 20);
-  EXPECT_TRUE(grew) << "the scale came back";
+  EXPECT_TRUE(grew) << "the scale grows again";
   EXPECT_LT(losses.back(), losses.front() / 5);
 }
 
-// --- How the loss scale moves, and what is said of it.
+// --- Updating the scale and reporting skips
 
-TEST(GradScaler, CopiesANewScaleThatItIsGiven) {
+TEST(GradScaler, UpdateCopiesNewScale) {
   auto scaler = make_silent_scaler({});
   auto new_scale = torch::full({}, 3.0);
   scaler.update(new_scale);
@@ -308,7 +333,7 @@ TEST(GradScaler, CopiesANewScaleThatItIsGiven) {
   EXPECT_EQ(scaler.get_scale(), 9.0);
 }
 
-TEST(GradScaler, RefusesANewScaleThatItCannotUse) {
+TEST(GradScaler, UpdateThrowsForInvalidScale) {
   auto scaler = make_silent_scaler({.min_scale = 1, .max_scale = 1e6});
   for (const double bad : {0.0, -1.0, 0.5, 2e6, std::nan(""), 1e300}) {
     EXPECT_THAT(message_of([&] { scaler.update(bad); }), HasSubstr("new_scale is"));
@@ -325,7 +350,7 @@ TEST(GradScaler, RefusesANewScaleThatItCannotUse) {
   EXPECT_EQ(scaler.get_scale(), 1e6);
 }
 
-TEST(GradScaler, ChecksItsRuleInSettersAndWhereItIsDisabled) {
+TEST(GradScaler, ThrowsForInvalidOptionsWhenDisabled) {
   GradScaler scaler;
   EXPECT_THAT(message_of([&] { scaler = GradScaler({.growth_interval = 0, .enabled = false}); }),
               HasSubstr("growth_interval is 0"));
@@ -336,7 +361,7 @@ TEST(GradScaler, ChecksItsRuleInSettersAndWhereItIsDisabled) {
               HasSubstr("growth_interval is -1"));
 }
 
-TEST(GradScaler, ANewScaleForNoScaleThrows) {
+TEST(GradScaler, UpdateThrowsForModeNone) {
   auto scaler = make_silent_scaler(GradScalerOptions::none());
   for (const auto& error : {message_of([&] { scaler.update(2.0); }),
                             message_of([&] { scaler.update(torch::full({}, 2.0)); })}) {
@@ -345,40 +370,40 @@ TEST(GradScaler, ANewScaleForNoScaleThrows) {
   EXPECT_EQ(scaler.get_scale(), 1);
 }
 
-TEST(GradScaler, SettersRefuseARuleThatHasNoGrowth) {
+TEST(GradScaler, SettersThrowForConstantScale) {
   GradScaler scaler(GradScalerOptions::fixed(2));
   EXPECT_THAT(message_of([&] { scaler.set_growth_factor(4); }), HasSubstr("dynamic"));
   EXPECT_THAT(message_of([&] { scaler.set_backoff_factor(0.1); }), HasSubstr("dynamic"));
   EXPECT_THAT(message_of([&] { scaler.set_growth_interval(4); }), HasSubstr("dynamic"));
 }
 
-TEST(GradScaler, AFixedScaleSkipsButNeverMoves) {
-  SingleParamTraining one(GradScalerOptions::fixed(128));
-  EXPECT_FALSE(one.step(kInfinity).applied());
-  EXPECT_EQ(one.scaler.get_scale(), 128.0);
-  EXPECT_TRUE(one.step(128).applied());
-  EXPECT_EQ(one.x.item<float>(), -1.0F);
+TEST(GradScaler, FixedScaleSkipsWithoutBackoff) {
+  SingleParamTraining training(GradScalerOptions::fixed(128));
+  EXPECT_FALSE(training.step(kInfinity).applied());
+  EXPECT_EQ(training.scaler.get_scale(), 128.0);
+  EXPECT_TRUE(training.step(128).applied());
+  EXPECT_EQ(training.x.item<float>(), -1.0F);
 }
 
-TEST(GradScaler, WithoutAScaleChecksAndTouchesNeitherLossNorGradients) {
-  SingleParamTraining one(GradScalerOptions::none());
-  const auto loss = one.x.sum();
-  EXPECT_TRUE(one.scaler.scale(loss).is_same(loss));
-  set_grad(one.x, {3});
-  const auto version = one.x.grad()._version();
-  EXPECT_TRUE(one.scaler.step(one.optimizer).applied());
-  EXPECT_EQ(one.x.grad()._version(), version);
-  one.scaler.update();
-  EXPECT_FALSE(one.step(kInfinity).applied());
-  EXPECT_THAT(message_of([&] { one.scaler.update(2.0); }), HasSubstr("LossScaleMode::none"));
+TEST(GradScaler, ModeNoneChecksWithoutScaling) {
+  SingleParamTraining training(GradScalerOptions::none());
+  const auto loss = training.x.sum();
+  EXPECT_TRUE(training.scaler.scale(loss).is_same(loss));
+  set_grad(training.x, {3});
+  const auto version = training.x.grad()._version();
+  EXPECT_TRUE(training.scaler.step(training.optimizer).applied());
+  EXPECT_EQ(training.x.grad()._version(), version);
+  training.scaler.update();
+  EXPECT_FALSE(training.step(kInfinity).applied());
+  EXPECT_THAT(message_of([&] { training.scaler.update(2.0); }), HasSubstr("LossScaleMode::none"));
 }
 
-TEST(GradScaler, HysteresisSkipsWithoutBackingOffAtOnce) {
-  SingleParamTraining one({.init_scale = 8, .hysteresis = 2});
-  EXPECT_THAT(one.scales({kInfinity, kInfinity, kInfinity}), ElementsAre(8, 4, 2));
+TEST(GradScaler, HysteresisDelaysBackoff) {
+  SingleParamTraining training({.init_scale = 8, .hysteresis = 2});
+  EXPECT_THAT(training.scales({kInfinity, kInfinity, kInfinity}), ElementsAre(8, 4, 2));
 }
 
-TEST(GradScaler, TellsOfASkipOnce) {
+TEST(GradScaler, CallbackReportsSkipOnce) {
   std::vector<std::string> lines;
   auto scaler = make_silent_scaler({.loss_id = 0});
   scaler.on_skip([&](const mezzo::SkippedStep& skip) { lines.push_back(skip.message()); });
@@ -398,96 +423,98 @@ TEST(GradScaler, TellsOfASkipOnce) {
                        "scale to 32768.0"}));
 }
 
-TEST(GradScaler, TellsOfAnInfThatUnscaleFoundWithoutAStep) {
-  int told = 0;
-  SingleParamTraining one;
-  one.scaler.on_skip([&told](const mezzo::SkippedStep&) { ++told; });
-  set_grad(one.x, {kInfinity});
-  one.scaler.unscale_(one.optimizer);
-  one.scaler.update();
-  EXPECT_EQ(told, 1);
-  EXPECT_EQ(one.scaler.get_scale(), 512);
+TEST(GradScaler, CallbackReportsInfFromUnscale) {
+  int reported_skips = 0;
+  SingleParamTraining training;
+  training.scaler.on_skip([&reported_skips](const mezzo::SkippedStep&) { ++reported_skips; });
+  set_grad(training.x, {kInfinity});
+  training.scaler.unscale_(training.optimizer);
+  training.scaler.update();
+  EXPECT_EQ(reported_skips, 1);
+  EXPECT_EQ(training.scaler.get_scale(), 512);
 }
 
-TEST(GradScaler, TellsOfASkipInTheGradModeOfWhoeverUpdates) {
+TEST(GradScaler, CallbackRunsInCallersGradMode) {
   std::vector<bool> modes;
-  SingleParamTraining one;
-  one.scaler.on_skip(
+  SingleParamTraining training;
+  training.scaler.on_skip(
       [&](const mezzo::SkippedStep&) { modes.push_back(torch::GradMode::is_enabled()); });
   for (const bool mode : {true, false}) {
     const torch::AutoGradMode grad_mode(mode);
-    one.step(kInfinity);
+    training.step(kInfinity);
   }
   EXPECT_THAT(modes, ElementsAre(true, false));
 }
 
-/// What `steps` iterations of `one` write to the error stream.
-std::vector<std::string> lines_of(SingleParamTraining& one, int steps, float gradient) {
+/// Runs `steps` iterations and returns the lines that they print to stderr.
+std::vector<std::string> stderr_lines(SingleParamTraining& training, int steps, float gradient) {
   testing::internal::CaptureStderr();
-  for (int i = 0; i < steps; ++i) one.step(gradient);
+  for (int i = 0; i < steps; ++i) training.step(gradient);
   std::istringstream text(testing::internal::GetCapturedStderr());
   std::vector<std::string> lines;
   for (std::string line; std::getline(text, line);) lines.push_back(line);
   return lines;
 }
 
-TEST(GradScaler, WritesSkipsToTheErrorStreamUnlessSilenced) {
-  SingleParamTraining one(GradScaler({.init_scale = 1, .loss_id = 3}));
-  EXPECT_THAT(lines_of(one, 1, kInfinity),
+TEST(GradScaler, PrintsSkipsToStderrByDefault) {
+  SingleParamTraining training(GradScaler({.init_scale = 1, .loss_id = 3}));
+  EXPECT_THAT(stderr_lines(training, 1, kInfinity),
               ElementsAre("Gradient overflow or NaN.  Skipping step, loss scaler 3 reducing loss "
                           "scale to 0.5"));
-  one.scaler.on_skip(nullptr);
-  EXPECT_THAT(lines_of(one, 1, kInfinity), ElementsAre());
+  training.scaler.on_skip(nullptr);
+  EXPECT_THAT(stderr_lines(training, 1, kInfinity), ElementsAre());
 }
 
-// A loss that is NaN for good would write a line a step.
-TEST(GradScaler, TellsOfAScaleAtItsFloorOnceAndThenRarely) {
-  SingleParamTraining one(GradScaler({.init_scale = 4, .min_scale = 1}));
-  EXPECT_EQ(lines_of(one, 2, kInfinity).size(), 2U) << "4 to 2, and 2 to 1";
-  EXPECT_THAT(lines_of(one, 1, kInfinity), ElementsAre(AllOf(HasSubstr("keeping loss scale at 1.0"),
-                                                             HasSubstr("look for an inf or NaN"))));
-  EXPECT_EQ(lines_of(one, 998, kInfinity).size(), 0U);
-  EXPECT_EQ(lines_of(one, 1, kInfinity).size(), 1U) << "the 1000th";
-  one.scaler.update(2.0);
-  EXPECT_EQ(lines_of(one, 1, kInfinity).size(), 1U) << "2 to 1";
-  EXPECT_EQ(lines_of(one, 1, kInfinity).size(), 1U) << "at the floor again";
+TEST(GradScaler, PrintsSkipsAtMinScaleRarely) {
+  SingleParamTraining training(GradScaler({.init_scale = 4, .min_scale = 1}));
+  EXPECT_EQ(stderr_lines(training, 2, kInfinity).size(), 2U) << "4 to 2, and 2 to 1";
+  EXPECT_THAT(stderr_lines(training, 1, kInfinity),
+              ElementsAre(AllOf(HasSubstr("keeping loss scale at 1.0"),
+                                HasSubstr("which is min_scale (consecutive skips: 1;"))));
+  EXPECT_EQ(stderr_lines(training, 998, kInfinity).size(), 0U);
+  EXPECT_EQ(stderr_lines(training, 1, kInfinity).size(), 1U) << "the 1000th";
+  training.scaler.update(2.0);
+  EXPECT_EQ(stderr_lines(training, 1, kInfinity).size(), 1U) << "backs off from 2 to 1";
+  EXPECT_EQ(stderr_lines(training, 1, kInfinity).size(), 1U) << "at min_scale again";
 }
 
-// What a loss that is NaN for good wrote, down to a scale of 5.7e-14.
-TEST(GradScaler, TellsAfterTenSkipsInARowThatNoScaleCuresThemAndThenRarely) {
-  SingleParamTraining one{GradScaler()};
-  const auto first = lines_of(one, 60, std::numeric_limits<float>::quiet_NaN());
+// A loss that is always NaN once printed a line for each step, down to a scale of 5.7e-14.
+TEST(GradScaler, PrintsAdviceAfterTenSkips) {
+  SingleParamTraining training{GradScaler()};
+  const auto first = stderr_lines(training, 60, std::numeric_limits<float>::quiet_NaN());
   ASSERT_EQ(first.size(), 11U);
   for (int i = 0; i < 10; ++i) {
     EXPECT_EQ(first[static_cast<std::size_t>(i)],
               "Gradient overflow or NaN.  Skipping step, loss scaler 0 reducing loss scale to " +
                   mezzo::detail::python_float(std::ldexp(1.0, 15 - i)));
   }
-  EXPECT_EQ(first[10],
-            "Gradient overflow or NaN.  Skipping step, loss scaler 0 reducing loss scale to 32.0 "
-            "(step 11 in a row that was skipped; from here on one in 1000 is printed): no loss "
-            "scale cures an inf or NaN in the data, the loss or the weights; "
-            "mezzo::DivergenceMonitor (mezzo/diagnostics.h) tells which it is");
-  one.scaler.update(65536.0);
-  EXPECT_EQ(lines_of(one, 10, kInfinity).size(), 10U) << "update(new_scale) ends the row";
-  EXPECT_EQ(lines_of(one, 1, 1).size(), 0U);
-  EXPECT_EQ(lines_of(one, 10, kInfinity).size(), 10U) << "and so does a step that ran";
-  EXPECT_EQ(lines_of(one, 1, kInfinity).size(), 1U);
-  EXPECT_EQ(lines_of(one, 1, kInfinity).size(), 0U);
+  EXPECT_EQ(
+      first[10],
+      "Gradient overflow or NaN.  Skipping step, loss scaler 0 reducing loss scale to 32.0 "
+      "(consecutive skips: 11; from now on every 1000th is printed). No loss scale removes an "
+      "inf or NaN in the data, the loss or the weights; mezzo::DivergenceMonitor "
+      "(mezzo/diagnostics.h) finds it");
+  training.scaler.update(65536.0);
+  EXPECT_EQ(stderr_lines(training, 10, kInfinity).size(), 10U)
+      << "update(new_scale) resets the count";
+  EXPECT_EQ(stderr_lines(training, 1, 1).size(), 0U);
+  EXPECT_EQ(stderr_lines(training, 10, kInfinity).size(), 10U) << "so does an applied step";
+  EXPECT_EQ(stderr_lines(training, 1, kInfinity).size(), 1U);
+  EXPECT_EQ(stderr_lines(training, 1, kInfinity).size(), 0U);
 }
 
-TEST(GradScaler, TellsACallbackHowManySkipsWereInARow) {
+TEST(GradScaler, CallbackReportsConsecutiveSkips) {
   std::vector<int64_t> times;
-  SingleParamTraining one({.min_scale = 32768});
-  one.scaler.on_skip(
+  SingleParamTraining training({.min_scale = 32768});
+  training.scaler.on_skip(
       [&](const mezzo::SkippedStep& skip) { times.push_back(skip.consecutive_skips); });
   for (const float gradient : {kInfinity, kInfinity, kInfinity, 1.0F, kInfinity}) {
-    one.step(gradient);
+    training.step(gradient);
   }
   EXPECT_THAT(times, ElementsAre(1, 2, 3, 1));
 }
 
-TEST(SkippedStep, PrintsScalesAsPythonDoes) {
+TEST(SkippedStep, FormatsScaleAsPython) {
   const auto line = [](float scale, float next) {
     return mezzo::SkippedStep{.scale = scale, .next_scale = next}.message();
   };
@@ -500,15 +527,15 @@ TEST(SkippedStep, PrintsScalesAsPythonDoes) {
   EXPECT_THAT(line(128, 256), HasSubstr("setting loss scale to 256.0"));
 }
 
-// --- Calls that a scaler accepts and refuses, and what it remembers between them.
+// --- Call order and errors
 
-TEST(GradScaler, TakesAClosureThatIsNone) {
-  SingleParamTraining one;
-  set_grad(one.x, {1});
-  EXPECT_TRUE(one.scaler.step(one.optimizer, nullptr).applied());
+TEST(GradScaler, AcceptsNullClosure) {
+  SingleParamTraining training;
+  set_grad(training.x, {1});
+  EXPECT_TRUE(training.scaler.step(training.optimizer, nullptr).applied());
 }
 
-TEST(GradScaler, MayStepAgainAfterAnOptimizerThatThrew) {
+TEST(GradScaler, StepSucceedsAfterOptimizerThrew) {
   for (const double max_norm : {100.0, double{kInfinity}}) {
     auto scaler = make_silent_scaler({.init_scale = 4});
     auto x = parameter({1});
@@ -523,8 +550,8 @@ TEST(GradScaler, MayStepAgainAfterAnOptimizerThatThrew) {
   }
 }
 
-// torch refuses it too: what came after is scaled, and would be taken for unscaled.
-TEST(GradScaler, RefusesGradientsThatCameAfterUnscaleFoundNone) {
+// As in torch: gradients created later are scaled, but would be used as unscaled.
+TEST(GradScaler, ThrowsForGradientsCreatedAfterUnscale) {
   auto scaler = make_silent_scaler({.init_scale = 4});
   auto x = parameter({1});
   torch::optim::SGD of_torch({x}, 1.0);
@@ -539,7 +566,7 @@ TEST(GradScaler, RefusesGradientsThatCameAfterUnscaleFoundNone) {
   EXPECT_EQ(x.item<float>(), 1);
 }
 
-TEST(GradScaler, DisabledPassesEverythingThrough) {
+TEST(GradScaler, DisabledPassesThrough) {
   GradScaler scaler({.enabled = false});
   auto x = parameter({1});
   auto optimizer = sgd({x});
@@ -563,7 +590,7 @@ TEST(GradScaler, DisabledPassesEverythingThrough) {
   scaler.load_state_dict({{"nonsense", 1}});
 }
 
-TEST(GradScaler, MovesWithItsState) {
+TEST(GradScaler, MovePreservesState) {
   auto scaler = make_silent_scaler({.init_scale = 4});
   auto x = parameter({0});
   auto optimizer = sgd({x});
@@ -574,11 +601,11 @@ TEST(GradScaler, MovesWithItsState) {
   EXPECT_EQ(x.item<float>(), -1.0F);
 }
 
-// --- Several scalers for one optimizer, errors in between, odd gradients.
+// --- Multiple scalers, errors, unusual gradients
 
-/// libtorch's SGD and mezzo's, with a rate of 1: a step subtracts the gradient.
+/// torch::optim::SGD and mezzo::optim::SGD with a learning rate of 1.
 template <class Optimizer>
-class UnplannedScalerCalls : public testing::Test {
+class GradScalerEdgeCases : public testing::Test {
  protected:
   static Optimizer sgd(std::vector<Tensor> parameters) {
     return Optimizer(std::move(parameters), torch::optim::SGDOptions(1.0));
@@ -586,9 +613,9 @@ class UnplannedScalerCalls : public testing::Test {
 };
 
 using Optimizers = testing::Types<torch::optim::SGD, mezzo::optim::SGD>;
-TYPED_TEST_SUITE(UnplannedScalerCalls, Optimizers);
+TYPED_TEST_SUITE(GradScalerEdgeCases, Optimizers);
 
-TYPED_TEST(UnplannedScalerCalls, TwoScalersTakeTheirScalesOffOneAfterTheOther) {
+TYPED_TEST(GradScalerEdgeCases, TwoScalersUnscaleInSequence) {
   auto x = parameter({0});
   auto optimizer = this->sgd({x});
   auto first = make_silent_scaler({.init_scale = 4});
@@ -604,7 +631,7 @@ TYPED_TEST(UnplannedScalerCalls, TwoScalersTakeTheirScalesOffOneAfterTheOther) {
   EXPECT_EQ(second.get_scale(), 8);
 }
 
-TYPED_TEST(UnplannedScalerCalls, WhatWasFoundCountsThoughTheOptimizerIsGone) {
+TYPED_TEST(GradScalerEdgeCases, FoundInfCountsAfterOptimizerDestroyed) {
   auto x = parameter({0});
   auto scaler = make_silent_scaler({.init_scale = 4});
   {
@@ -616,7 +643,7 @@ TYPED_TEST(UnplannedScalerCalls, WhatWasFoundCountsThoughTheOptimizerIsGone) {
   EXPECT_EQ(scaler.get_scale(), 2);
 }
 
-TYPED_TEST(UnplannedScalerCalls, ALossThatIsScaledTwiceKeepsOneScale) {
+TYPED_TEST(GradScalerEdgeCases, LossScaledTwiceKeepsOneScale) {
   auto x = parameter({0});
   auto optimizer = this->sgd({x});
   GradScaler scaler({.init_scale = 4});
@@ -625,7 +652,7 @@ TYPED_TEST(UnplannedScalerCalls, ALossThatIsScaledTwiceKeepsOneScale) {
   EXPECT_EQ(x.item<float>(), -4);
 }
 
-TYPED_TEST(UnplannedScalerCalls, ParametersWithoutElementsStep) {
+TYPED_TEST(GradScalerEdgeCases, EmptyParametersStep) {
   auto x = parameter({});
   auto optimizer = this->sgd({x});
   auto scaler = make_silent_scaler({});
@@ -634,10 +661,10 @@ TYPED_TEST(UnplannedScalerCalls, ParametersWithoutElementsStep) {
   scaler.update();
 }
 
-TYPED_TEST(UnplannedScalerCalls, NothingToCheckIsAnError) {
+TYPED_TEST(GradScalerEdgeCases, ThrowsWithoutGradients) {
   auto x = parameter({1});
   auto without_gradients = this->sgd({x});
-  // mezzo's refuses to be without parameters.
+  // mezzo::optim::SGD throws without parameters.
   torch::optim::SGD without_parameters(std::vector<torch::Tensor>{}, /*lr=*/1.0);
   auto scaler = make_silent_scaler({});
   for (const OptimizerRef optimizer :
@@ -649,7 +676,7 @@ TYPED_TEST(UnplannedScalerCalls, NothingToCheckIsAnError) {
               HasSubstr("No inf checks were recorded prior to update."));
 }
 
-TYPED_TEST(UnplannedScalerCalls, AGradientThatTwoParametersShareIsUnscaledOnce) {
+TYPED_TEST(GradScalerEdgeCases, SharedGradientUnscaledOnce) {
   for (const bool unscales_before : {false, true}) {
     auto x = parameter({0}), y = parameter({0});
     auto optimizer = this->sgd({x, y});
@@ -663,7 +690,7 @@ TYPED_TEST(UnplannedScalerCalls, AGradientThatTwoParametersShareIsUnscaledOnce) 
   }
 }
 
-TYPED_TEST(UnplannedScalerCalls, TwoGradientsOfOneMemoryAreEachUnscaled) {
+TYPED_TEST(GradScalerEdgeCases, AliasedGradientsUnscaledSeparately) {
   auto x = parameter({0}), y = parameter({0});
   auto optimizer = this->sgd({x, y});
   auto scaler = make_silent_scaler({.init_scale = 4});
@@ -673,7 +700,7 @@ TYPED_TEST(UnplannedScalerCalls, TwoGradientsOfOneMemoryAreEachUnscaled) {
   EXPECT_EQ(x.grad().item<float>(), 1);
 }
 
-TYPED_TEST(UnplannedScalerCalls, AFirstGroupThatLeavesTakesNoRecordWithIt) {
+TYPED_TEST(GradScalerEdgeCases, RemovingFirstGroupKeepsState) {
   auto x = parameter({0}), y = parameter({0}), z = parameter({0});
   auto optimizer = this->sgd({x});
   for (const auto& other : {y, z}) {
@@ -692,7 +719,7 @@ TYPED_TEST(UnplannedScalerCalls, AFirstGroupThatLeavesTakesNoRecordWithIt) {
   EXPECT_EQ(z.item<float>(), -1) << "stepped once";
 }
 
-TEST(UnplannedCalls, LossesOfAnyDtypeAreScaledInIt) {
+TEST(GradScaler, ScalesLossInItsDtype) {
   auto scaler = make_silent_scaler({.init_scale = 4});
   for (const auto dtype :
        {torch::kFloat, torch::kDouble, torch::kBFloat16, torch::kHalf, torch::kComplexFloat}) {
@@ -702,9 +729,9 @@ TEST(UnplannedCalls, LossesOfAnyDtypeAreScaledInIt) {
   }
 }
 
-// --- The scaler's state to and from a dictionary, an archive, and torch.amp.
+// --- State dict, archives, torch.amp
 
-/// Iterations of `scaler`, each with a gradient.
+/// Runs an iteration of `scaler` for each gradient.
 void run(GradScaler& scaler, const std::vector<float>& gradients) {
   const torch::Tensor x = test_support::parameter({0});
   torch::optim::SGD optimizer = test_support::sgd({x});
@@ -726,8 +753,8 @@ GradScalerOptions unusual_options() {
           .hysteresis = 3};
 }
 
-/// Python's scaler takes what is read from a file, and refuses a growth_interval that is a float.
-TEST(GradScalerState, InAnArchiveHasCountsAsIntegers) {
+/// torch.amp throws for a growth_interval that is a float.
+TEST(GradScalerStateDict, ArchiveStoresCountsAsIntegers) {
   GradScaler scaler(unusual_options());
   std::stringstream file;
   torch::save(scaler, file);
@@ -744,8 +771,7 @@ TEST(GradScalerState, InAnArchiveHasCountsAsIntegers) {
   }
 }
 
-/// As files were before.
-TEST(GradScalerState, InAnArchiveMayHaveCountsAsFloats) {
+TEST(GradScalerStateDict, LoadAcceptsCountsAsFloats) {
   std::stringstream file;
   torch::serialize::OutputArchive written;
   for (const auto& [key, value] : GradScaler(unusual_options()).state_dict()) {
@@ -757,7 +783,7 @@ TEST(GradScalerState, InAnArchiveMayHaveCountsAsFloats) {
   EXPECT_EQ(scaler.state_dict(), GradScaler(unusual_options()).state_dict());
 }
 
-TEST(GradScalerState, ComesBackWhole) {
+TEST(GradScalerStateDict, LoadRestoresAllValues) {
   GradScaler source(unusual_options());
   source.on_skip(nullptr);
   run(source, {kInfinity, kInfinity, kInfinity, 1, 1, kInfinity});
@@ -777,14 +803,14 @@ TEST(GradScalerState, ComesBackWhole) {
   }
 }
 
-TEST(GradScalerState, AFixedScaleStaysFixed) {
+TEST(GradScalerStateDict, LoadKeepsFixedMode) {
   GradScaler restored;
   restored.load_state_dict(GradScaler(GradScalerOptions::fixed(128)).state_dict());
   EXPECT_EQ(restored.options().mode, mezzo::LossScaleMode::fixed);
   EXPECT_EQ(restored.get_scale(), 128.0);
 }
 
-TEST(GradScalerState, TakesWhatTorchWroteAndKeepsItsOwnBounds) {
+TEST(GradScalerStateDict, LoadAcceptsTorchStateAndKeepsBounds) {
   GradScaler scaler(unusual_options());
   scaler.load_state_dict({{"scale", 512},
                           {"growth_factor", 2},
@@ -799,7 +825,7 @@ TEST(GradScalerState, TakesWhatTorchWroteAndKeepsItsOwnBounds) {
   EXPECT_EQ(state.at("_hysteresis_tracker"), 3);
 }
 
-TEST(GradScalerState, RefusesADisabledScalersStateInTorchsWords) {
+TEST(GradScalerStateDict, LoadThrowsForDisabledScalersState) {
   const auto disabled = GradScaler({.enabled = false});
   const std::string words =
       "The source state dict is empty, possibly because it was saved from a disabled instance of "
@@ -810,7 +836,7 @@ TEST(GradScalerState, RefusesADisabledScalersStateInTorchsWords) {
   EXPECT_THAT(message_of([&] { torch::load(scaler, stream); }), testing::StartsWith(words));
 }
 
-TEST(GradScalerState, LoadTakesAllOrNothing) {
+TEST(GradScalerStateDict, FailedLoadChangesNothing) {
   const GradScaler::StateDict given{
       {"scale", 64},          {"growth_factor", 4},   {"backoff_factor", 0.25},
       {"growth_interval", 5}, {"_growth_tracker", 2}, {"min_scale", 2},
@@ -841,7 +867,7 @@ TEST(GradScalerState, LoadTakesAllOrNothing) {
       GradScaler scaler(unusual_options());
       const auto before = scaler.state_dict();
       const std::string error = message_of([&] { scaler.load_state_dict(incomplete); });
-      if (error != "no error") {  // min_scale and others are mezzo's own
+      if (error != "no error") {  // min_scale and the like are optional
         EXPECT_THAT(error, HasSubstr("lacks \"" + key + "\""));
         EXPECT_EQ(scaler.state_dict(), before);
       }
@@ -850,8 +876,8 @@ TEST(GradScalerState, LoadTakesAllOrNothing) {
   EXPECT_GT(refused, 60);
 }
 
-/// Otherwise the step after the load would take scaled gradients for unscaled ones.
-TEST(GradScalerState, ThatIsLoadedBeginsAnIteration) {
+/// Otherwise the next step would use scaled gradients as unscaled.
+TEST(GradScalerStateDict, LoadDiscardsPendingIteration) {
   GradScaler scaler({.init_scale = 8});
   std::stringstream stream;
   torch::save(scaler, stream);

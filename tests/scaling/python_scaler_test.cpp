@@ -1,5 +1,5 @@
-// The state of a Python GradScaler, as a JSON file (data/python_scaler.json, which
-// record_python_scaler.py wrote), to and fro.
+// Exchange of states with torch.amp.GradScaler as JSON (data/python_scaler.json, recorded by
+// record_python_scaler.py).
 
 #include <mezzo/scaling/grad_scaler.h>
 
@@ -23,7 +23,7 @@ mezzo::GradScaler scaler_of_python() {
   return scaler;
 }
 
-/// As the page of GradScaler::state_dict has it.
+/// The line of docs/loss-scaling.md.
 nlohmann::json json_for_python(const mezzo::GradScaler& scaler) {
   nlohmann::json json;
   for (const auto& [key, value] : scaler.state_dict()) {
@@ -34,7 +34,7 @@ nlohmann::json json_for_python(const mezzo::GradScaler& scaler) {
   return json;
 }
 
-TEST(GradScalerState, OfPythonInJsonGoesOnWhereItStopped) {
+TEST(GradScalerStateDict, LoadsPythonJsonAndContinues) {
   mezzo::GradScaler scaler = scaler_of_python();
   torch::Tensor parameter = torch::zeros({1}, torch::requires_grad());
   torch::optim::SGD optimizer({parameter}, 0.1);
@@ -46,14 +46,14 @@ TEST(GradScalerState, OfPythonInJsonGoesOnWhereItStopped) {
     scaler.step(optimizer);
     scaler.update();
   }
-  // Two clean steps of three were behind it.
+  // The state has a growth_tracker of 2 and a growth_interval of 3.
   EXPECT_EQ(scales, (std::vector<double>{256, 512, 512, 512}));
   EXPECT_EQ(scaler.get_scale(), 1024);
 }
 
-/// Python refuses a growth_interval that is not an int; what record_python_scaler.py prints when it
-/// is given this text is {"scale": 512.0, ..., "growth_interval": 3, "_growth_tracker": 1}.
-TEST(GradScalerState, InJsonHasTheCountsAsPythonWantsThem) {
+/// torch.amp throws for a growth_interval that is not an int. For this text record_python_scaler.py
+/// prints {"scale": 512.0, ..., "growth_interval": 3, "_growth_tracker": 1}.
+TEST(GradScalerStateDict, JsonCountsAreIntegers) {
   const nlohmann::json json = json_for_python(scaler_of_python());
   const nlohmann::json python =
       nlohmann::json::parse(std::ifstream(MEZZO_SCALING_TEST_DATA "/python_scaler.json"));

@@ -1,6 +1,6 @@
-"""What python_scaler_test.cpp compares with: run as `python record_python_scaler.py > data/python_scaler.json`.
+"""Records the state of python_scaler_test.cpp: `python record_python_scaler.py > data/python_scaler.json`.
 
-With a file as its argument, loads that one instead and prints the state after two more steps.
+With a file argument, loads that state and prints the state after two more steps.
 """
 
 import json

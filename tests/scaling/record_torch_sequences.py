@@ -1,25 +1,24 @@
-"""Records what torch.amp.GradScaler does in random sequences of calls, for the replay in
-torch_parity_test.cpp.
+"""Records random sequences of calls of torch.amp.GradScaler for torch_parity_test.cpp.
 
     python record_torch_sequences.py > torch_sequences.txt      (torch 2.11)
 
-The recording is text, one call a line, and starts with a table of the errors seen:
+The recording is text with one call per line, after a table of error messages:
 
     error NUMBER TEXT
     sequence INIT GROWTH BACKOFF INTERVAL ENABLED
     CALL ARGUMENTS... [> RESULT...] | SCALE TRACKER
 
 Each line ends with the scale (the bits of a float) and the growth tracker after the call. RESULT is
-`!NUMBER` for an error. Numbers are hexadecimal bits: 8 digits a float, 16 a double.
+`!NUMBER` for an error. Floating-point values are hexadecimal bits: 8 digits for float32, 16 for float64.
 
-There are four optimizers, all SGD with rate 0.25, over these parameters (all zero at first):
-    0: float[2]   1: float[3], bfloat16[2]   2: double[1], float[3, 1] with sparse gradients   3: half[1]
-Gradients and scales stay in a range where no product with 1 / scale overflows: there torch, which
-looks at a gradient before it multiplies, and mezzo, which looks after, agree by design.
+There are four SGD optimizers with lr 0.25 over these parameters, which start at zero:
+    0: float32[2]   1: float32[3], bfloat16[2]   2: float64[1], float32[3, 1] with sparse gradients   3: float16[1]
+No product of a gradient and 1 / scale overflows: torch checks gradients before the multiplication, mezzo
+after it.
 
-The recording holds every pair of consecutive calls with their outcomes that the first 1,000 random
-sequences hold: of 40,000, half of which are of calls of any kind, it takes the beginnings that hold
-the most of these pairs a line.
+The recording contains every pair of consecutive calls and outcomes of the first 1,000 random sequences. It
+consists of prefixes of 40,000 sequences, chosen greedily by new pairs per line; half of the sequences call
+any method in any order.
 """
 
 import heapq
@@ -34,7 +33,7 @@ import torch
 SEQUENCES = 40000
 WANTED = 1000
 SEED = 20260
-RATE = 0.25
+LR = 0.25
 
 
 def float_bits(value):
@@ -75,7 +74,7 @@ class Sequence:
             [torch.zeros(shape, dtype=dtype, requires_grad=True) for shape, dtype in group]
             for group in shapes
         ]
-        self.optimizers = [torch.optim.SGD(group, lr=RATE) for group in self.parameters]
+        self.optimizers = [torch.optim.SGD(group, lr=LR) for group in self.parameters]
         self.scaler = self.new_scaler()
         o = self.options
         self.lines.append(
@@ -93,7 +92,7 @@ class Sequence:
         return torch.amp.GradScaler(device="cpu", **self.options)
 
     def call(self, name, arguments, function):
-        """Calls and records; `function` returns the result's words, or None for no result."""
+        """Calls `function` and records it; it returns the fields of the result, or None."""
         try:
             result = function()
         except (RuntimeError, AssertionError, ValueError) as error:
@@ -181,7 +180,7 @@ class Sequence:
             value = self.new_scale()
             self.call("update_to", [double_bits(value)], lambda: self.scaler.update(value))
         elif kind < 0.97:
-            value = torch.tensor(self.new_scale())  # torch's copy_ refuses [1]
+            value = torch.tensor(self.new_scale())  # torch's copy_ throws for the shape [1]
             self.call("update_to_tensor", tensor_bits(value), lambda: self.scaler.update(value))
         elif kind < 0.985:
             self.call("update_to_two", [], lambda: self.scaler.update(torch.ones(2)))
@@ -242,7 +241,7 @@ class Sequence:
         self.call("archive", [], function)
 
     def iteration(self):
-        """Mostly the usual order of calls, with anything at all now and then."""
+        """Mostly the usual order of calls, sometimes any call."""
         if self.rng.random() < 0.95:
             self.scale()
         index = self.rng.choice([0, 0, 1, 2])
@@ -268,7 +267,7 @@ class Sequence:
             self.rng.choice([self.setter, self.save, self.load, self.load, self.archive])()
 
     def anything(self):
-        """One call of any kind."""
+        """A random call."""
         index = self.rng.choice([0, 0, 1, 2, 2, 3])
         calls = [self.scale, self.update, self.setter, self.save, self.load, self.archive, self.renew]
         for call in (self.set_gradients, self.set_gradients, self.unscale, self.step, self.step_with_closure):
@@ -277,7 +276,7 @@ class Sequence:
 
 
 def words_of(line):
-    """The call, the arguments, the results, and the scale after a line."""
+    """Returns call, arguments, results and scale of a line."""
     body, state = line.split(" | ")
     call, _, result = body.partition(" > ")
     return call.split(), result.split(), struct.unpack(">f", bytes.fromhex(state.split()[0]))[0]
@@ -290,7 +289,7 @@ def is_broken(words):
 
 
 def pairs_of(lines):
-    """For each line its call with its outcome, behind those of the line before."""
+    """Returns for each line the call and outcome of the previous line and of this line."""
     pairs, last, before = [], ("sequence", lines[0].split()[5]), None
     for line in lines[1:]:
         (name, *arguments), result, scale = words_of(line)
@@ -309,7 +308,7 @@ def pairs_of(lines):
 
 
 def best_beginning(pairs, missing):
-    """The most missing pairs a line, and the pairs of the beginning that has them."""
+    """Returns the maximum of missing pairs per line over all prefixes, and the pairs of that prefix."""
     found, best = set(), (0, [])
     for number, pair in enumerate(pairs, start=1):
         found |= {pair} & missing
@@ -318,7 +317,7 @@ def best_beginning(pairs, missing):
 
 
 def cover(sequences):
-    """Beginnings of sequences that hold all pairs of the first ones: greedily with most new pairs a line."""
+    """Chooses prefixes that contain all wanted pairs, greedily by new pairs per line."""
     pairs = [pairs_of(lines) for lines in sequences]
     missing = set().union(*pairs[:WANTED])
     lengths = {}
@@ -326,7 +325,7 @@ def cover(sequences):
     while missing:
         worth, i = heapq.heappop(heap)
         share, beginning = best_beginning(pairs[i], missing)
-        if -share > worth:  # what it held, others have brought since
+        if -share > worth:  # other prefixes contain its pairs by now
             heapq.heappush(heap, (-share, i))
             continue
         missing -= set(beginning)

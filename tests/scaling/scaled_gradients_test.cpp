@@ -1,4 +1,4 @@
-// Gradients that do not carry the loss scale that the scaler divides them by.
+// Gradients that were not scaled by the scale that the scaler divides them by.
 
 #include <mezzo/optim/sgd.h>
 #include <mezzo/scaling/grad_scaler.h>
@@ -29,14 +29,14 @@ using testing::HasSubstr;
 using testing::IsEmpty;
 using torch::Tensor;
 
-/// libtorch's SGD and mezzo's, with a rate of 1: a step subtracts the gradient.
+/// torch::optim::SGD and mezzo::optim::SGD with a learning rate of 1.
 template <class Optimizer>
 class GradScalerScaledGradients : public testing::Test {
  protected:
   static Optimizer sgd(const std::vector<Tensor>& parameters) {
     return Optimizer(parameters, torch::optim::SGDOptions(1.0));
   }
-  /// A backward pass that gives `parameter` a gradient of `slope`, times the scale.
+  /// Runs a backward pass after which the gradient of `parameter` is `slope` times the scale.
   void backward(const Tensor& parameter, float slope = 1) {
     scaler.scale((parameter * slope).sum()).backward();
   }
@@ -62,7 +62,7 @@ TYPED_TEST(GradScalerScaledGradients, UpdateBetweenTwoStepsWarnsOnce) {
     this->scaler.update();
   }
   EXPECT_THAT(this->warnings.texts,
-              ElementsAre(AllOf(HasSubstr("step() is called, and no loss was scaled since the last "
+              ElementsAre(AllOf(HasSubstr("step() is called, but no loss was scaled since the last "
                                           "update()"),
                                 HasSubstr("scaler.update() once at its end"))));
 }
@@ -107,7 +107,7 @@ TYPED_TEST(GradScalerScaledGradients, ConstantScaleDoesNotWarn) {
   EXPECT_THAT(this->warnings.texts, IsEmpty());
 }
 
-// A loop that makes an optimizer in each round may find the last one's address again.
+// A new optimizer may have the address of a destroyed one.
 TYPED_TEST(GradScalerScaledGradients, NewOptimizerAtSameAddressIsNotUnscaled) {
   alignas(TypeParam) unsigned char memory[sizeof(TypeParam)];
   auto* optimizer = new (memory) TypeParam(this->sgd({this->x}));
@@ -132,8 +132,8 @@ TYPED_TEST(GradScalerScaledGradients, NewOptimizerAtSameAddressIsNotUnscaled) {
   EXPECT_EQ(this->scaler.get_scale(), 2) << "the first optimizer's inf counts";
 }
 
-// As a loop of SAM has it: unscale_, a perturbation, and a second pass.
-TYPED_TEST(GradScalerScaledGradients, SecondPassAfterUnscaleThrows) {
+// As in SAM: unscale_, a perturbation, and a second backward pass.
+TYPED_TEST(GradScalerScaledGradients, SecondBackwardAfterUnscaleThrows) {
   auto optimizer = this->sgd({this->x});
   this->backward(this->x);
   this->scaler.unscale_(optimizer);
@@ -142,7 +142,7 @@ TYPED_TEST(GradScalerScaledGradients, SecondPassAfterUnscaleThrows) {
   EXPECT_THAT(
       message_of([&] { this->scaler.step(optimizer); }),
       AllOf(HasSubstr("the gradient of parameter 0 of group 0"),
-            HasSubstr("from a backward pass of a scaled loss"), HasSubstr("discard_iteration()")));
+            HasSubstr("by the backward pass of a scaled loss"), HasSubstr("discard_iteration()")));
   EXPECT_EQ(this->x.template item<float>(), 0);
   this->scaler.discard_iteration();
   optimizer.zero_grad();
@@ -165,15 +165,16 @@ TYPED_TEST(GradScalerScaledGradients, GradientClippedOutOfPlaceSteps) {
   EXPECT_EQ(this->x.template item<float>(), -0.25);
 }
 
-// Both losses are scaled before the first is stepped with.
+// Both losses are scaled before the first step.
 TYPED_TEST(GradScalerScaledGradients, SharedGradientZeroedInPlaceSteps) {
   auto first = this->sgd({this->x}), second = this->sgd({this->x});
-  const Tensor one = this->scaler.scale(this->x.sum()), other = this->scaler.scale(this->x.sum());
-  one.backward();
+  const Tensor loss = this->scaler.scale(this->x.sum()),
+               other_loss = this->scaler.scale(this->x.sum());
+  loss.backward();
   this->scaler.unscale_(first);
   this->scaler.step(first);
   this->x.mutable_grad().zero_();
-  other.backward();
+  other_loss.backward();
   this->scaler.step(second);
   this->scaler.update();
   EXPECT_EQ(this->x.template item<float>(), -2);
@@ -195,7 +196,7 @@ TYPED_TEST(GradScalerScaledGradients, NewOptimizerAtSameAddressSteps) {
   }
 }
 
-TYPED_TEST(GradScalerScaledGradients, ScaleOfTheCallersOwnDoesNotWarn) {
+TYPED_TEST(GradScalerScaledGradients, CallersOwnScaleDoesNotWarn) {
   auto optimizer = this->sgd({this->x});
   (void)this->scaler.scale(torch::ones({}));
   for (int i = 0; i < 3; ++i) {
@@ -209,7 +210,7 @@ TYPED_TEST(GradScalerScaledGradients, ScaleOfTheCallersOwnDoesNotWarn) {
   EXPECT_THAT(this->warnings.texts, IsEmpty());
 }
 
-TYPED_TEST(GradScalerScaledGradients, AnotherOptimizersPassAfterUnscaleSteps) {
+TYPED_TEST(GradScalerScaledGradients, OtherOptimizersBackwardAfterUnscaleSteps) {
   auto first = this->sgd({this->x}), second = this->sgd({this->y});
   this->backward(this->x);
   this->scaler.unscale_(first);
@@ -228,20 +229,19 @@ TYPED_TEST(GradScalerScaledGradients, SharedParameterUnscaledForAnotherOptimizer
   this->backward(this->x + this->y);
   this->scaler.unscale_(first);
   for (const bool unscales : {true, false}) {
-    EXPECT_THAT(
-        message_of([&] {
-          if (unscales) this->scaler.unscale_(second);
-          this->scaler.step(second);
-        }),
-        AllOf(HasSubstr("parameter 1 of group 0 (float32 [1] on cpu) belongs to two optimizers"),
-              HasSubstr("train it with one of them")));
+    EXPECT_THAT(message_of([&] {
+                  if (unscales) this->scaler.unscale_(second);
+                  this->scaler.step(second);
+                }),
+                AllOf(HasSubstr("parameter 1 of group 0 (float32 [1] on cpu) is in two optimizers"),
+                      HasSubstr("pass it to one optimizer")));
   }
   EXPECT_EQ(this->x.grad().template item<float>(), 1) << "unscaled once";
   EXPECT_EQ(this->y.grad().template item<float>(), 4) << "not unscaled";
 }
 
-// Each backward pass writes gradients anew, as in a GAN whose networks share a part.
-TYPED_TEST(GradScalerScaledGradients, SharedParameterWithPassOfItsOwnSteps) {
+// Each backward pass creates new gradients, as in a GAN whose networks share layers.
+TYPED_TEST(GradScalerScaledGradients, SharedParameterWithSeparateBackwardSteps) {
   auto first = this->sgd({this->x}), second = this->sgd({this->y, this->x});
   for (const auto& optimizer : {mezzo::OptimizerRef(first), mezzo::OptimizerRef(second)}) {
     first.zero_grad(/*set_to_none=*/false);
@@ -282,9 +282,9 @@ TYPED_TEST(GradScalerScaledGradients, ErrorNamesParameterOfBadGradient) {
   this->y.mutable_grad() = torch::ones({1});
   EXPECT_THAT(message_of([&] { this->scaler.unscale_(expanded); }),
               AllOf(HasSubstr("the gradient of parameter 1 of group 0 (float32 [3] on cpu) has "
-                              "elements that share memory"),
+                              "overlapping elements"),
                     HasSubstr("clone() it")));
-  EXPECT_EQ(this->y.grad().template item<float>(), 1) << "nothing was written";
+  EXPECT_EQ(this->y.grad().template item<float>(), 1) << "not modified";
 }
 
 TYPED_TEST(GradScalerScaledGradients, UpdateToNewScaleReportsUnscaledInf) {
@@ -297,7 +297,7 @@ TYPED_TEST(GradScalerScaledGradients, UpdateToNewScaleReportsUnscaledInf) {
   EXPECT_THAT(scales, ElementsAre(4));
 }
 
-TEST(GradScalerState, LoadKeepsOptionsThatAreNotInIt) {
+TEST(GradScalerStateDict, LoadKeepsOptionsNotInState) {
   GradScaler scaler({.allow_fp16_gradients = true, .loss_id = 3});
   scaler.load_state_dict(GradScaler({.init_scale = 2}).state_dict());
   EXPECT_TRUE(scaler.options().allow_fp16_gradients);
@@ -305,7 +305,7 @@ TEST(GradScalerState, LoadKeepsOptionsThatAreNotInIt) {
   EXPECT_EQ(scaler.get_scale(), 2);
 }
 
-// 1 / scale times the clip coefficient is subnormal from 2^120 on, and lost digits as one float.
+// From 2^120 on, 1 / scale times the clip coefficient is subnormal in float32.
 TYPED_TEST(GradScalerScaledGradients, HugeScaleClipsAccurately) {
   for (const int exponent : {100, 120, 126}) {
     for (const bool unscales : {false, true}) {
@@ -320,7 +320,7 @@ TYPED_TEST(GradScalerScaledGradients, HugeScaleClipsAccurately) {
   }
 }
 
-TYPED_TEST(GradScalerScaledGradients, GrownScaleTrainsWhereSubnormalsAreFlushed) {
+TYPED_TEST(GradScalerScaledGradients, GrownScaleTrainsUnderFlushToZero) {
   at::globalContext().setFlushDenormal(true);
   auto optimizer = this->sgd({this->x});
   for (int i = 0; i < 140; ++i) {
@@ -334,7 +334,7 @@ TYPED_TEST(GradScalerScaledGradients, GrownScaleTrainsWhereSubnormalsAreFlushed)
   EXPECT_EQ(this->scaler.get_scale(), std::ldexp(1.0, 126));
 }
 
-/// Loops of twenty steps: how each clips, or what its gradients are.
+/// Training loops of twenty steps.
 enum class Loop {
   clipped_scaled,
   clipped_before_unscale,
@@ -371,16 +371,16 @@ std::vector<std::string> warnings_of(Loop loop) {
   return warnings.texts;
 }
 
-TEST(GradScaler, WarnsOnceOfGradientsThatAreClippedWhileTheyCarryTheScale) {
+TEST(GradScaler, WarnsOnceForClippedScaledGradients) {
   for (const Loop loop : {Loop::clipped_scaled, Loop::clipped_before_unscale}) {
     EXPECT_THAT(warnings_of(loop),
                 ElementsAre(AllOf(HasSubstr("GradScaler: the norm of the scaled gradients has been "
-                                            "0.5 for 5 steps in a row"),
+                                            "0.5 for 5 consecutive steps"),
                                   HasSubstr("{.max_norm = ...}"))));
   }
 }
 
-TEST(GradScaler, AccusesNoHealthyLoopOfScaledClipping) {
+TEST(GradScaler, DoesNotWarnForUnscaledClipping) {
   for (const Loop loop : {Loop::plain, Loop::clipped, Loop::eighth, Loop::one_batch,
                           Loop::unit_inputs, Loop::no_gradient}) {
     EXPECT_THAT(warnings_of(loop), ElementsAre()) << static_cast<int>(loop);

@@ -10,7 +10,7 @@ namespace {
 
 using mezzo::StepResult;
 
-/// A step that is decided elsewhere: the outcome arrives when somebody waits for it.
+/// A future that completes when its values are read.
 class LateSlot : public mezzo::StepFuture {
  public:
   bool ready() const noexcept override { return waited; }
@@ -24,7 +24,7 @@ class LateSlot : public mezzo::StepFuture {
   StepResult::Values outcome_{.found_inf = true, .scale = 4.0F};
 };
 
-TEST(StepResult, TellsAKnownOutcomeAtOnce) {
+TEST(StepResult, ReturnsKnownOutcomeImmediately) {
   const StepResult result(
       StepResult::Values{.applied = true, .scale = 8.0F, .step_return = torch::ones({})});
   EXPECT_TRUE(result.ready());
@@ -36,7 +36,7 @@ TEST(StepResult, TellsAKnownOutcomeAtOnce) {
   EXPECT_EQ(result.values().scale, 8.0F);
 }
 
-TEST(StepResult, AsksALateSlotWithoutWaitingUntilItMust) {
+TEST(StepResult, ReadyDoesNotBlock) {
   const auto slot = std::make_shared<LateSlot>();
   const StepResult result(slot);
   EXPECT_FALSE(result.ready());
@@ -49,7 +49,7 @@ TEST(StepResult, AsksALateSlotWithoutWaitingUntilItMust) {
   EXPECT_FALSE(result.step_return().has_value());
 }
 
-TEST(StepResult, OwnsItsSlotTogetherWithItsCopies) {
+TEST(StepResult, CopiesShareFuture) {
   auto slot = std::make_shared<LateSlot>();
   const std::weak_ptr<LateSlot> watch = slot;
   auto first = std::make_unique<StepResult>(std::move(slot));
@@ -59,7 +59,7 @@ TEST(StepResult, OwnsItsSlotTogetherWithItsCopies) {
   EXPECT_TRUE(second.found_inf());
 }
 
-TEST(StepResult, RefusesANullSlot) {
+TEST(StepResult, ThrowsForNullFuture) {
   EXPECT_THROW(StepResult(std::shared_ptr<mezzo::StepFuture>()), c10::Error);
 }
 

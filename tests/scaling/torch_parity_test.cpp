@@ -1,5 +1,5 @@
-// Replays what record_torch_sequences.py recorded from torch.amp.GradScaler, call by call: scales,
-// trackers, gradients and parameters to the bit, errors to the word.
+// Replays sequences of calls that record_torch_sequences.py recorded from torch.amp.GradScaler:
+// scales, trackers, gradients and parameters must be bitwise identical, error messages equal.
 
 #include <mezzo/scaling/grad_scaler.h>
 
@@ -39,7 +39,7 @@ std::string hexadecimal(Bits bits) {
 std::string word_of(float value) { return hexadecimal(std::bit_cast<uint32_t>(value)); }
 std::string word_of(double value) { return hexadecimal(std::bit_cast<uint64_t>(value)); }
 
-// All NaNs are one: their payload is nobody's promise.
+// NaN payloads are unspecified.
 void append_words(const torch::Tensor& tensor, Words& words) {
   const bool is_double = tensor.scalar_type() == torch::kDouble;
   const auto dense = tensor.detach().to_dense().to(torch::kDouble).contiguous();
@@ -62,7 +62,7 @@ Words without_nan_payloads(Words words) {
   return words;
 }
 
-/// Sparse additions share even three elements among threads, which costs ten times the rest.
+/// Sparse additions parallelize even three elements, which takes most of the time.
 class OneThread {
  public:
   OneThread() { torch::set_num_threads(1); }
@@ -84,7 +84,7 @@ class CountingSgd : public torch::optim::SGD {
   int steps = 0;
 };
 
-/// The scaler of one sequence, and the optimizers that the recorder describes.
+/// The scaler and optimizers of a sequence.
 class Player {
  public:
   explicit Player(const Words& words)
@@ -266,9 +266,8 @@ struct Line {
   std::string state;
 };
 
-// Beginnings of sequences, which hold every two consecutive calls, with their outcomes, of 1,000
-// random sequences.
-TEST(GradScalerTorchParity, ReplaysRecordedSequences) {
+// Prefixes of 1,000 random sequences that contain every pair of consecutive calls and outcomes.
+TEST(GradScalerTorchParity, MatchesRecordedSequences) {
   std::ifstream recording(MEZZO_TORCH_SEQUENCES);
   const OneThread one_thread;
   ASSERT_TRUE(recording) << "cannot read " << MEZZO_TORCH_SEQUENCES;

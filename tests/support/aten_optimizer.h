@@ -4,8 +4,7 @@
 
 namespace test_support {
 
-/// An optimizer of mezzo's whose parameters ATen's kernels step, as on a device without kernels of
-/// mezzo's.
+/// A mezzo optimizer that steps with ATen's kernels, as on a device without mezzo's kernels.
 template <class Optimizer>
 struct AtenOptimizer : Optimizer {
   using Optimizer::Optimizer;

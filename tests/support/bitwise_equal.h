@@ -10,8 +10,8 @@
 
 namespace test_support {
 
-/// Same dtype, shape and bits, but for the payload of NaN, which is the machine's affair. 0 is not
-/// -0 here; an undefined tensor is like another one.
+/// Returns whether dtype, shape and bits are equal, except for NaN payloads, which are unspecified.
+/// 0 and -0 differ; undefined tensors are equal.
 inline bool bitwise_equal(const torch::Tensor& left, const torch::Tensor& right) {
   if (!left.defined() || !right.defined()) return left.defined() == right.defined();
   if (left.scalar_type() != right.scalar_type()) return false;
@@ -30,8 +30,8 @@ inline bool bitwise_equal(const std::vector<torch::Tensor>& left,
   return are_same;
 }
 
-/// Prints both sides where the bits differ: EXPECT_THAT(actual, BitwiseEqual(expected)).
-MATCHER_P(BitwiseEqual, expected, "has the bits of " + testing::PrintToString(expected)) {
+/// Matcher: EXPECT_THAT(actual, BitwiseEqual(expected)) prints both sides if they differ.
+MATCHER_P(BitwiseEqual, expected, "is bitwise equal to " + testing::PrintToString(expected)) {
   return bitwise_equal(arg, expected);
 }
 

@@ -1,11 +1,11 @@
 #pragma once
 
-#include <torch/optim/optimizer_ref.h>
+#include <torch/optim/optimizer.h>
 #include <torch/types.h>
 
 namespace test_support {
 
-/// What `optimizer` keeps of a parameter, which is of the class `State`.
+/// Returns the optimizer's state of a parameter, of class `State`.
 template <class State>
 State& get_param_state(const torch::optim::Optimizer& optimizer, const torch::Tensor& parameter) {
   return static_cast<State&>(*optimizer.state().at(parameter.unsafeGetTensorImpl()));

@@ -6,7 +6,8 @@
 
 namespace test_support {
 
-/// What `call` throws, without the stack trace; "no error" where it throws nothing.
+/// Returns the message of the c10::Error that `call` throws, without the stack trace; "no error" if it
+/// does not throw.
 template <class Call>
 std::string message_of(const Call& call) {
   try {

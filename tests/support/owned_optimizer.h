@@ -2,17 +2,17 @@
 
 #include <mezzo/optim/master_weights.h>
 
-#include <torch/optim/optimizer_ref.h>
+#include <torch/optim/optimizer.h>
 
 #include <memory>
 #include <utility>
 
 namespace test_support {
 
-/// An optimizer, or a MasterWeights together with the one that it steps.
+/// An optimizer, optionally wrapped in MasterWeights.
 struct OwnedOptimizer {
   std::unique_ptr<torch::optim::Optimizer> inner;
-  std::unique_ptr<mezzo::MasterWeights> masters;  // null where `inner` steps itself
+  std::unique_ptr<mezzo::MasterWeights> masters;  // null without masters
 
   OwnedOptimizer(std::unique_ptr<torch::optim::Optimizer> optimizer, bool with_masters)
       : inner(std::move(optimizer)),

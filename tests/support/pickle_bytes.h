@@ -6,8 +6,7 @@
 #include <utility>
 #include <vector>
 
-/// The bytes of pickles and zips, instruction by instruction, for files that torch.save would not
-/// write.
+/// Builds pickles and zip archives that torch.save would not write.
 namespace test_support::pickle_bytes {
 
 using Records = std::map<std::string, std::string>;
@@ -54,7 +53,7 @@ inline std::string quantized(const std::string& storage, const std::vector<std::
          empty_ordered_dict() + "tR";
 }
 
-/// Returns a file of torch.save's with this value and these records, whose checksums are 0.
+/// Returns an archive in the format of torch.save with `value` and `records`. Checksums are 0.
 inline std::string zip(const std::string& value, const Records& records = {}) {
   Records files{
       {"data.pkl", "\x80\x02" + value + "."}, {"byteorder", "little"}, {"version", "3\n"}};
@@ -64,7 +63,7 @@ inline std::string zip(const std::string& value, const Records& records = {}) {
     const std::string path = "archive/" + name;
     const std::string common = number(20, 2) + number(0, 12) + number(content.size(), 4) +
                                number(content.size(), 4) + number(path.size(), 2);
-    // So that contents begin at multiples of 64, as torch.save's do.
+    // Records are aligned to 64 bytes, as in torch.save.
     const std::size_t padding = (64 - (bytes.size() + 30 + path.size()) % 64) % 64;
     directory +=
         "PK\x01\x02" + number(20, 2) + common + number(0, 12) + number(bytes.size(), 4) + path;

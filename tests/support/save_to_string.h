@@ -7,18 +7,18 @@
 
 namespace test_support {
 
-/// Returns the file that torch::save writes of `value`.
+/// Returns the bytes that torch::save writes for `value`.
 template <class Value>
 std::string save_to_string(const Value& value) {
-  std::ostringstream file;
-  torch::save(value, file);
-  return file.str();
+  std::ostringstream stream;
+  torch::save(value, stream);
+  return stream.str();
 }
 
-/// Reads such a file.
+/// Loads `value` from the bytes of `save_to_string`.
 template <class Value>
-void load_from_string(Value& value, const std::string& file) {
-  std::istringstream stream(file);
+void load_from_string(Value& value, const std::string& bytes) {
+  std::istringstream stream(bytes);
   torch::load(value, stream);
 }
 

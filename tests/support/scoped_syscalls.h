@@ -1,5 +1,5 @@
-// The system calls that write and read files, in the place of libc's, for one source of a program:
-// a test lets them fail, or kills the process in one.
+// Replaces libc's file system calls in a test program, so that tests can make them fail. Include it
+// in one translation unit.
 #pragma once
 
 #include <dlfcn.h>
@@ -15,7 +15,7 @@
 
 namespace test_support {
 
-/// libc's, or those of a test.
+/// File system calls.
 struct Syscalls {
   std::function<int(const char* path, int flags, mode_t mode)> open;
   std::function<ssize_t(int file, const void* from, size_t count)> write;
@@ -31,7 +31,7 @@ Function libc_function(const char* name, Function) {
   return reinterpret_cast<Function>(::dlsym(RTLD_NEXT, name));
 }
 
-/// libc's calls.
+/// Returns the calls of libc.
 inline Syscalls libc_syscalls() {
   const auto open = reinterpret_cast<int (*)(const char*, int, ...)>(::dlsym(RTLD_NEXT, "open"));
   return {
@@ -53,7 +53,7 @@ inline Syscalls& active_syscalls() {
   return overriding_syscalls() != nullptr ? *overriding_syscalls() : real;
 }
 
-/// Installs calls for a scope. One thread at a time.
+/// Overrides the calls in a scope. Not thread-safe.
 class ScopedSyscalls {
  public:
   explicit ScopedSyscalls(Syscalls calls) : calls_(std::move(calls)) {

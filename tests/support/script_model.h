@@ -1,4 +1,4 @@
-// The same small network twice: as TorchScript, made without Python, and in C++.
+// A small network in C++, and the same network in TorchScript, built without Python.
 #pragma once
 
 #include <torch/script.h>
@@ -9,7 +9,7 @@
 
 namespace test_support {
 
-/// A convolution, a batch norm whose class is called otherwise, products, and ops of both lists.
+/// A convolution, a batch norm, matrix products, and ops of the allow and deny lists.
 struct TwinImpl : torch::nn::Module {
   TwinImpl() {
     conv =
@@ -28,13 +28,13 @@ struct TwinImpl : torch::nn::Module {
 };
 TORCH_MODULE(Twin);
 
-/// Of the same seed, so with the same weights.
+/// Returns a network with the weights of `seed`.
 inline Twin twin(std::uint64_t seed = 0) {
   torch::manual_seed(seed);
   return Twin();
 }
 
-/// As torch::jit::load gives it.
+/// Returns the TorchScript network with the weights of `seed`, as torch::jit::load does.
 inline torch::jit::Module script_model(std::uint64_t seed = 0) {
   const Twin weights = twin(seed);
   const auto add = [](torch::jit::Module& to, const torch::nn::Module& from) {

@@ -8,10 +8,10 @@
 
 namespace test_support {
 
-/// A shared library that stays open; the program ends where it cannot be opened.
+/// A shared library that is never closed. Exits if it cannot be opened.
 class SharedLibrary {
  public:
-  /// With RTLD_GLOBAL its symbols are those of all libraries that are loaded later.
+  /// \param scope  with RTLD_GLOBAL later libraries use its symbols
   SharedLibrary(const char* path, int scope)
       : path_(path), handle_(dlopen(path, RTLD_NOW | scope)) {
     if (handle_ != nullptr) return;
@@ -30,11 +30,11 @@ class SharedLibrary {
   void* handle_;
 };
 
-/// Says what is not so. \returns how often that happened
+/// Prints `what` unless `holds`. \returns the number of failures
 inline int expect(bool holds, const std::string& what) {
   static int failures = 0;
   if (holds) return failures;
-  std::fprintf(stderr, "not so: %s\n", what.c_str());
+  std::fprintf(stderr, "failed: %s\n", what.c_str());
   return ++failures;
 }
 

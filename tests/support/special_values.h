@@ -1,5 +1,3 @@
-/// \file
-/// What overflow leaves behind.
 #pragma once
 
 #include <limits>

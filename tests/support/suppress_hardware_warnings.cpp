@@ -1,5 +1,5 @@
-// Many tests enter regions that this machine has no device or no instructions for. mezzo warns of
-// that once a process, which is here, where nobody listens, and enters no region.
+// Many tests enter autocast regions without hardware support on this machine. Triggers mezzo's
+// once-per-process warnings before the tests.
 
 #include <mezzo/autocast/autocast_guard.h>
 

@@ -12,15 +12,15 @@
 
 namespace test_support {
 
-/// A folder of this process's own that goes with the object; in memory where that is offered, since
-/// what a disk does is not what is tested.
+/// A temporary directory that the destructor removes; in memory (/dev/shm) if possible.
 class TempDir {
  public:
   TempDir() {
     const bool has_memory = ::access("/dev/shm", W_OK) == 0;
     const auto parent = has_memory ? "/dev/shm" : std::filesystem::temp_directory_path();
     std::string name = (parent / "mezzo-XXXXXX").string();
-    if (::mkdtemp(name.data()) == nullptr) throw std::runtime_error("no folder to test in");
+    if (::mkdtemp(name.data()) == nullptr)
+      throw std::runtime_error("cannot create a temporary directory");
     path_ = name;
   }
   ~TempDir() {

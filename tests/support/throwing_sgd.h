@@ -6,7 +6,7 @@
 
 namespace test_support {
 
-/// Steps, unless it is told to throw instead.
+/// An SGD whose step throws if `throws` is set.
 class ThrowingSgd : public torch::optim::SGD {
  public:
   using SGD::SGD;
@@ -17,7 +17,7 @@ class ThrowingSgd : public torch::optim::SGD {
   bool throws = false;
 };
 
-/// Returns whether `call` throws what a ThrowingSgd throws.
+/// Returns whether `call` throws std::runtime_error, as ThrowingSgd does.
 template <class Call>
 bool throws(const Call& call) {
   try {

@@ -16,7 +16,7 @@ inline torch::Tensor parameter(std::vector<float> values) {
   return torch::tensor(values).requires_grad_(true);
 }
 
-/// With a learning rate of 1, so that a step subtracts the gradient.
+/// Returns an SGD with a learning rate of 1: a step subtracts the gradient.
 inline torch::optim::SGD sgd(std::vector<torch::Tensor> parameters) {
   return torch::optim::SGD(std::move(parameters), torch::optim::SGDOptions(1.0));
 }
@@ -25,7 +25,7 @@ inline void set_grad(const torch::Tensor& parameter, std::vector<float> values) 
   parameter.mutable_grad() = torch::tensor(values);
 }
 
-/// A scaler that has seen a loss, and has_skip_callback nobody of its skips.
+/// Returns a scaler that has scaled a loss, and does not print skips.
 inline mezzo::GradScaler make_silent_scaler(const mezzo::GradScalerOptions& options = {
                                                 .init_scale = 1024}) {
   mezzo::GradScaler scaler(options);
@@ -34,15 +34,15 @@ inline mezzo::GradScaler make_silent_scaler(const mezzo::GradScalerOptions& opti
   return scaler;
 }
 
-/// A weight that libtorch's SGD trains at a rate of 1 under a scaler.
+/// A weight, a torch::optim::SGD with a learning rate of 1, and a scaler.
 struct SingleParamTraining {
-  explicit SingleParamTraining(mezzo::GradScaler own) : scaler(std::move(own)) {
+  explicit SingleParamTraining(mezzo::GradScaler grad_scaler) : scaler(std::move(grad_scaler)) {
     (void)scaler.scale(torch::zeros({}));
   }
   explicit SingleParamTraining(const mezzo::GradScalerOptions& options = {.init_scale = 1024})
       : SingleParamTraining(make_silent_scaler(options)) {}
 
-  /// One iteration whose gradient is `gradient`.
+  /// Runs an iteration with the scaled gradient `gradient`.
   mezzo::StepResult step(float gradient) {
     (void)scaler.scale(torch::zeros({}));
     set_grad(x, {gradient});
@@ -50,7 +50,7 @@ struct SingleParamTraining {
     scaler.update();
     return result;
   }
-  /// The scale after each of some iterations.
+  /// Runs an iteration for each gradient, and returns the scale after each.
   std::vector<double> scales(const std::vector<float>& gradients) {
     std::vector<double> all;
     for (const float gradient : gradients) {

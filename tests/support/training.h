@@ -13,12 +13,11 @@
 
 namespace test_support {
 
-/// What a training is made of.
 struct TrainingOptions {
   int parameters = 3;
   int64_t elements = 50;  ///< of the first; others have a few more
   at::ScalarType dtype = at::kFloat;
-  std::optional<at::ScalarType> gradient_dtype{};  ///< the parameters' if not set
+  std::optional<at::ScalarType> gradient_dtype{};  ///< default: that of the parameters
   mezzo::optim::AdamWOptions adamw = mezzo::optim::AdamWOptions(0.1);
   mezzo::optim::WeightStorageOptions weights{};
   double max_norm = 5.0;
@@ -26,7 +25,7 @@ struct TrainingOptions {
   bool has_skip_callback = false;  ///< of skipped steps, to a callback
 };
 
-/// Parameters whose gradients are an input, scaled; and what steps them, on any device.
+/// Parameters whose gradients are the scaled `input`, with AdamW and GradScaler, on any device.
 class Training {
  public:
   explicit Training(at::Device device, const TrainingOptions& options = {})
@@ -40,7 +39,7 @@ class Training {
     optimizer_.set_lr_factors({1.0, 0.5, 0.25, 1.0});
   }
 
-  /// A whole iteration, in which every gradient is `input`.
+  /// Runs an iteration in which every unscaled gradient is `input`.
   mezzo::StepResult iterate() {
     const at::Tensor scaled = scaler_.scale(input);
     for (const at::Tensor& parameter : parameters_) {
@@ -93,7 +92,7 @@ class Training {
   mezzo::GradScaler scaler_;
 };
 
-/// As a training on the CPU: the same bits, for nothing is summed but the norm.
+/// Compares a training on a device with one on the CPU.
 inline void expect_same(const Training& device, const Training& cpu) {
   EXPECT_TRUE(at::allclose(device.weights(), cpu.weights(), 1e-6, 1e-7));
   EXPECT_EQ(device.applied_steps(), cpu.applied_steps());

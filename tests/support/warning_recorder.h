@@ -8,13 +8,13 @@
 
 namespace test_support {
 
-/// Takes libtorch's warnings of this thread for as long as it lives, in place of std::cerr.
+/// Records the warnings of this thread in a scope instead of printing them.
 class WarningRecorder : public c10::WarningHandler {
  public:
   explicit WarningRecorder(bool throws = false) : throws_(throws), guard_(this) {}
   void process(const c10::Warning& warning) override {
     texts.push_back(warning.msg());
-    if (throws_) throw std::runtime_error("a handler that throws");
+    if (throws_) throw std::runtime_error("the warning handler throws");
   }
   std::vector<std::string> texts;
 

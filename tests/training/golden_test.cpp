@@ -1,22 +1,21 @@
-// Compares what training steps compute with a recording, to the bit.
+// Compares training steps with a recording, bitwise.
 //
-// golden_bits.txt has a line for each case: its name, which is optimizer/weights/way of stepping,
-// and what 50 steps of it compute. The columns:
+// golden_bits.txt has a line for each case: its name (optimizer/weights/step mode), and hashes of
+// the results of 50 steps. The columns:
 //
 //   parameters   hash of the parameters after every step
 //   state        hash of the moments, float masters and step counts after the last step
 //   scales       hash of the loss scale after every step
 //   results      hash of every StepResult
-//   gradients    hash of `.grad` after every step; - for weights with masters after unscale_, where
-//                `.grad` is a float tensor
+//   gradients    hash of `.grad` after every step; - for weights with masters after unscale_, whose
+//                `.grad` may be float32
 //
-// The bits are the same for every instruction set of mezzo's loops (tests/kernels compares these
-// with each other), every number of threads, every compiler and every ATEN_CPU_CAPABILITY.
-// Gradients are made by integer arithmetic, not by libtorch's kernels. Cases that step an optimizer
-// of libtorch take rates, momenta and scales such that every product is exact, so that a fused
-// multiply-add of ATen's changes no bit.
+// The bits are the same for every instruction set of mezzo's kernels (tests/kernels compares them),
+// number of threads, compiler and ATEN_CPU_CAPABILITY. Gradients are computed with integer
+// arithmetic, not with libtorch's kernels. Cases with an optimizer of libtorch use learning rates,
+// momenta and scales for which every product is exact, so that fused multiply-adds do not matter.
 //
-// A change that is meant to change bits records them anew, and says why in its commit:
+// If a change is meant to change bits, record them again, and give the reason in the commit:
 //
 //   MEZZO_RECORD_GOLDEN=tests/training/golden_bits.txt
 //     build/test/tests/mezzo_tests --gtest_filter='GoldenBits.*'
@@ -56,11 +55,11 @@ using torch::Tensor;
 
 constexpr int kSteps = 50;
 
-/// FNV-1a of 64 bits.
+/// 64-bit FNV-1a.
 class Hash {
  public:
-  /// The dtype and the elements, in the order of their indices. Every NaN is the same one: which it
-  /// is depends on the order of a product's factors. Undefined counts as well.
+  /// Adds the dtype and the elements in index order, or that the tensor is undefined. The payload
+  /// of NaN is ignored, since it depends on the order of operands.
   void add(const Tensor& tensor) {
     add_bytes(tensor.defined() ? c10::toString(tensor.scalar_type()) : "undefined");
     if (!tensor.defined()) return;
@@ -84,8 +83,8 @@ class Hash {
   uint64_t hash_ = 0xcbf29ce484222325U;
 };
 
-/// A number in [-1, 1) of 40 bits, and of one of eight magnitudes: splitmix64's mixing of `key`.
-double value_of(uint64_t key) {
+/// Returns a 40-bit number in [-1, 1) with one of eight magnitudes: splitmix64 of `key`.
+double random_value(uint64_t key) {
   uint64_t bits = key + 0x9e3779b97f4a7c15U;
   bits = (bits ^ (bits >> 30)) * 0xbf58476d1ce4e5b9U;
   bits = (bits ^ (bits >> 27)) * 0x94d049bb133111ebU;
@@ -94,7 +93,7 @@ double value_of(uint64_t key) {
   return static_cast<double>(mantissa) * (0x1p-39 / static_cast<double>(1U << (bits & 7U)));
 }
 
-/// How the parameters of a case are stored; parameter i has the (i modulo size)-th of the dtypes.
+/// Weight storage and dtypes of a case. Parameter i has dtype i modulo the number of dtypes.
 struct Weights {
   std::string name;
   WeightStorage storage = WeightStorage::plain;
@@ -116,10 +115,10 @@ std::vector<Weights> all_weights() {
           {"bfloat16_master", fp32_master, {kBFloat16}, {kBFloat16}},
           {"bfloat16_split", split_master, {kBFloat16}, {kBFloat16}},
           {"bfloat16_stochastic", stochastic_rounding, {kBFloat16}, {kBFloat16}},
-          {"half", plain, {kHalf}, {kHalf}},
-          {"half_master", fp32_master, {kHalf}, {kHalf}},
+          {"float16", plain, {kHalf}, {kHalf}},
+          {"float16_master", fp32_master, {kHalf}, {kHalf}},
           {"float_of_bfloat16", plain, {kFloat}, {kBFloat16}},
-          {"float_of_half", plain, {kFloat}, {kHalf}},
+          {"float_of_float16", plain, {kFloat}, {kHalf}},
           {"double_of_float", plain, {kDouble}, {kFloat}},
           {"mixed_master",
            fp32_master,
@@ -127,33 +126,33 @@ std::vector<Weights> all_weights() {
            {kFloat, kBFloat16, kHalf, kDouble}}};
 }
 
-Weights weights_named(const std::string& name) {
+Weights find_weights(const std::string& name) {
   for (const Weights& weights : all_weights()) {
     if (weights.name == name) return weights;
   }
   TORCH_CHECK(false, "no weights are named ", name);
 }
 
-/// Weights of 16 bits for which a MasterWeights keeps float masters.
+/// 16-bit weights with a MasterWeights.
 Weights with_masters(const std::string& name) {
-  Weights weights = weights_named(name);
+  Weights weights = find_weights(name);
   weights.storage = WeightStorage::fp32_master;
   return weights;
 }
 
-/// How a step is taken: by a scaler, unless it is bare.
-struct Way {
+/// How a case steps: with a GradScaler, unless has_scaler is false.
+struct StepMode {
   const char* name;
-  bool unscales = false;    ///< by scaler.unscale_(optimizer), in a call of its own before the step
-  bool is_clipped = false;  ///< by {.max_norm = 1}
-  bool zeroes = false;      ///< by {.zero_grad = true}
-  bool clamps = false;      ///< gradients, to 0.05, before the step
-  bool is_disabled = false;
-  bool is_bare = false;    ///< optimizer.step()
-  bool has_table = false;  ///< of learning rates
+  bool unscales = false;        ///< calls scaler.unscale_(optimizer) before the step
+  bool is_clipped = false;      ///< {.max_norm = 1}
+  bool zeroes = false;          ///< {.zero_grad = true}
+  bool clamps = false;          ///< clip_grad_value_(parameters, 0.05) before the step
+  bool is_disabled = false;     ///< the scaler
+  bool has_scaler = true;       ///< otherwise optimizer.step()
+  bool has_lr_factors = false;  ///< set_lr_factors
 };
 
-constexpr Way kWays[] = {
+constexpr StepMode kStepModes[] = {
     {.name = "step"},
     {.name = "norm", .is_clipped = true},
     {.name = "norm_zero", .is_clipped = true, .zeroes = true},
@@ -161,45 +160,45 @@ constexpr Way kWays[] = {
     {.name = "unscale_norm", .unscales = true, .is_clipped = true},
     {.name = "unscale_value", .unscales = true, .clamps = true},
     {.name = "disabled", .is_clipped = true, .is_disabled = true},
-    {.name = "bare", .is_bare = true},
-    {.name = "table", .is_clipped = true, .has_table = true},
+    {.name = "bare", .has_scaler = false},
+    {.name = "table", .is_clipped = true, .has_lr_factors = true},
     {.name = "zero", .zeroes = true},
     {.name = "unscale_norm_zero", .unscales = true, .is_clipped = true, .zeroes = true}};
 
-Way way_named(std::string_view name) {
-  for (const Way& way : kWays) {
-    if (way.name == name) return way;
+StepMode find_step_mode(std::string_view name) {
+  for (const StepMode& mode : kStepModes) {
+    if (mode.name == name) return mode;
   }
-  TORCH_CHECK(false, "no way of stepping is named ", name);
+  TORCH_CHECK(false, "no step mode is named ", name);
 }
 
 struct Case {
   Weights weights;
-  Way way;
-  double init_scale = 30000;  ///< no power of two, so that multiplying by its inverse rounds
+  StepMode mode;
+  double init_scale = 30000;  ///< not a power of two, so that unscaling rounds
   int64_t hysteresis = 1;
-  bool writes_weights = false;  ///< somebody else writes some of the weights between two steps
+  bool writes_weights = false;  ///< modifies weights outside the optimizer between two steps
 };
 
-/// The columns of a case's line in a recording.
+/// The columns of a case in golden_bits.txt, without its name.
 using Line = std::vector<std::string>;
 
-// Parameter 4 is channels_last, parameter 5 has no gradient in every third step. Parameter 3 is cut
-// into two pieces by mezzo's loops.
+// Parameter 4 is channels_last, parameter 5 has no gradient in every third step. Parameter 3 is
+// split into two chunks.
 constexpr std::size_t kParameters = 7;
 constexpr std::size_t kSometimesWithoutGradient = 5;
 
 Tensor values_like(const std::vector<int64_t>& shape, torch::ScalarType dtype, uint64_t key,
                    double factor) {
   const Tensor values = torch::empty(shape, torch::kDouble);
-  double* const to = values.mutable_data_ptr<double>();
+  double* const data = values.mutable_data_ptr<double>();
   for (int64_t j = 0; j != values.numel(); ++j) {
-    to[j] = value_of(key + static_cast<uint64_t>(j)) * factor;
+    data[j] = random_value(key + static_cast<uint64_t>(j)) * factor;
   }
   return dtype == torch::kDouble ? values : values.to(torch::kFloat).to(dtype);
 }
 
-std::vector<int64_t> shape_of(std::size_t i) {
+std::vector<int64_t> get_shape(std::size_t i) {
   const std::vector<int64_t> shapes[kParameters] = {{1},          {7},  {300}, {16385 + 3},
                                                     {2, 3, 4, 5}, {33}, {5, 9}};
   return shapes[i];
@@ -209,33 +208,34 @@ std::vector<Tensor> make_parameters(const Weights& weights) {
   std::vector<Tensor> parameters;
   for (std::size_t i = 0; i != kParameters; ++i) {
     const auto dtype = weights.parameters[i % weights.parameters.size()];
-    Tensor values = values_like(shape_of(i), dtype, uint64_t{i} << 32, 1.0);
+    Tensor values = values_like(get_shape(i), dtype, uint64_t{i} << 32, 1.0);
     if (i == 4) values = values.contiguous(torch::MemoryFormat::ChannelsLast);
     parameters.push_back(values.detach().requires_grad_());
   }
   return parameters;
 }
 
-/// Of two groups: the parameters with even and those with odd numbers.
-std::vector<Tensor> group_of(const std::vector<Tensor>& parameters, std::size_t group) {
-  std::vector<Tensor> own;
-  for (std::size_t i = group; i < parameters.size(); i += 2) own.push_back(parameters[i]);
-  return own;
+/// The parameters of group 0 (even indices) or 1 (odd indices).
+std::vector<Tensor> get_group(const std::vector<Tensor>& parameters, std::size_t group) {
+  std::vector<Tensor> members;
+  for (std::size_t i = group; i < parameters.size(); i += 2) members.push_back(parameters[i]);
+  return members;
 }
 
-/// Their norm is about 18 times the bound of clipping, and in each fourth step below it.
-void set_gradients(const std::vector<Tensor>& parameters, const Case& of, int step, double scale) {
-  const bool has_overflows = !of.way.is_disabled && !of.way.is_bare;
+/// The norm is about 18 times max_norm, and in every fourth step below it.
+void set_gradients(const std::vector<Tensor>& parameters, const Case& test_case, int step,
+                   double scale) {
+  const bool has_overflows = !test_case.mode.is_disabled && test_case.mode.has_scaler;
   for (std::size_t i = 0; i != kParameters; ++i) {
     Tensor parameter = parameters[i];
     if (i == kSometimesWithoutGradient && step % 3 == 2) {
       parameter.mutable_grad() = Tensor();
       continue;
     }
-    const auto dtype = of.weights.gradients[i % of.weights.gradients.size()];
+    const auto dtype = test_case.weights.gradients[i % test_case.weights.gradients.size()];
     const uint64_t key = uint64_t{i + kParameters * static_cast<std::size_t>(step + 1)} << 32;
     Tensor gradient =
-        values_like(shape_of(i), dtype, key, scale * (step % 4 == 3 ? 0x1p-8 : 0x1p-2));
+        values_like(get_shape(i), dtype, key, scale * (step % 4 == 3 ? 0x1p-8 : 0x1p-2));
     if (has_overflows && i == static_cast<std::size_t>(step) % 5) {
       Tensor last = gradient.view(-1).slice(0, -1);
       if (step % 7 == 6) last.fill_(std::numeric_limits<double>::infinity());
@@ -246,17 +246,19 @@ void set_gradients(const std::vector<Tensor>& parameters, const Case& of, int st
   }
 }
 
-/// An optimizer of libtorch's or mezzo's; with kMasters, of libtorch's behind a MasterWeights.
+/// An optimizer of libtorch or mezzo; with kMasters, an optimizer of libtorch in a MasterWeights.
 template <class Optimizer, class Options, class State, bool kMasters = false>
-class Subject {
+class TestedOptimizer {
  public:
-  /// `lr` is the first group's; `finish` sets what is the optimizer's own.
-  template <class Finish>
-  Subject(const std::vector<Tensor>& parameters, const Case& of, double lr, const Finish& finish)
-      : parameters_(parameters), inner_(make(groups(parameters, lr, finish), of, lr)) {
+  /// `lr` is that of the first group. `set_options` sets further options of the optimizer.
+  template <class SetOptions>
+  TestedOptimizer(const std::vector<Tensor>& parameters, const Case& test_case, double lr,
+                  const SetOptions& set_options)
+      : parameters_(parameters), inner_(make(groups(parameters, lr, set_options), test_case, lr)) {
     if constexpr (kMasters) masters_.emplace(inner_);
     if constexpr (requires { stepped().set_lr_factors({}); }) {
-      if (of.way.has_table) stepped().set_lr_factors({0.25, 0.5, 1.0, 1.0, 0.5, 2.0, 0.125});
+      if (test_case.mode.has_lr_factors)
+        stepped().set_lr_factors({0.25, 0.5, 1.0, 1.0, 0.5, 2.0, 0.125});
     }
   }
 
@@ -268,7 +270,7 @@ class Subject {
     }
   }
 
-  void halve_rate(std::size_t group) {
+  void halve_lr(std::size_t group) {
     auto& options = inner_.param_groups().at(group).options();
     options.set_lr(options.get_lr() / 2);
   }
@@ -295,22 +297,23 @@ class Subject {
 
  private:
   static Optimizer make(const std::vector<torch::optim::OptimizerParamGroup>& groups,
-                        [[maybe_unused]] const Case& of, double lr) {
-    if constexpr (requires(Optimizer of_mezzo) { of_mezzo.weight_storage_options(); }) {
-      return Optimizer(groups, Options(lr), {.weight_storage = of.weights.storage, .seed = 11});
+                        [[maybe_unused]] const Case& test_case, double lr) {
+    if constexpr (requires(Optimizer optimizer) { optimizer.weight_storage_options(); }) {
+      return Optimizer(groups, Options(lr),
+                       {.weight_storage = test_case.weights.storage, .seed = 11});
     } else {
       return Optimizer(groups, Options(lr));
     }
   }
-  template <class Finish>
+  template <class SetOptions>
   static std::vector<torch::optim::OptimizerParamGroup> groups(
-      const std::vector<Tensor>& parameters, double lr, const Finish& finish) {
+      const std::vector<Tensor>& parameters, double lr, const SetOptions& set_options) {
     std::vector<torch::optim::OptimizerParamGroup> groups;
     for (std::size_t group = 0; group != 2; ++group) {
       Options options(group == 0 ? lr : lr / 4);
       options.weight_decay(group == 0 ? 0x1p-5 : 0x1p-8);
-      finish(options);
-      groups.emplace_back(group_of(parameters, group), std::make_unique<Options>(options));
+      set_options(options);
+      groups.emplace_back(get_group(parameters, group), std::make_unique<Options>(options));
     }
     return groups;
   }
@@ -320,31 +323,32 @@ class Subject {
   std::optional<mezzo::MasterWeights> masters_;
 };
 
-mezzo::GradScaler make_scaler(const Case& of) {
-  mezzo::GradScaler scaler({.init_scale = of.init_scale,
-                            .growth_interval = 5,
-                            .enabled = !of.way.is_disabled,
-                            .hysteresis = of.hysteresis,
-                            .allow_fp16_gradients = of.weights.storage == WeightStorage::plain});
+mezzo::GradScaler make_scaler(const Case& test_case) {
+  mezzo::GradScaler scaler(
+      {.init_scale = test_case.init_scale,
+       .growth_interval = 5,
+       .enabled = !test_case.mode.is_disabled,
+       .hysteresis = test_case.hysteresis,
+       .allow_fp16_gradients = test_case.weights.storage == WeightStorage::plain});
   scaler.on_skip(nullptr);
   return scaler;
 }
 
 void add_result(const mezzo::StepResult& result, Hash& hash) {
-  for (const double number :
+  for (const double value :
        std::initializer_list<double>{result.applied() ? 1.0 : 0.0, result.found_inf() ? 1.0 : 0.0,
                                      result.scale(), result.grad_norm().value_or(-1.0)}) {
-    hash.add(number);
+    hash.add(value);
   }
 }
 
 template <class Optimizer>
 mezzo::StepResult scaler_step(const std::vector<Tensor>& parameters, mezzo::GradScaler& scaler,
-                              Optimizer& optimizer, Way way) {
-  if (way.unscales) scaler.unscale_(optimizer);
-  if (way.clamps) torch::nn::utils::clip_grad_value_(parameters, 0.05);
-  mezzo::StepOptions options{.zero_grad = way.zeroes};
-  if (way.is_clipped) options.max_norm = 1.0;
+                              Optimizer& optimizer, StepMode mode) {
+  if (mode.unscales) scaler.unscale_(optimizer);
+  if (mode.clamps) torch::nn::utils::clip_grad_value_(parameters, 0.05);
+  mezzo::StepOptions options{.zero_grad = mode.zeroes};
+  if (mode.is_clipped) options.max_norm = 1.0;
   return scaler.step(optimizer, options);
 }
 
@@ -354,15 +358,15 @@ struct Hashes {
 
 template <class Optimizer>
 void take_step(const std::vector<Tensor>& parameters, mezzo::GradScaler& scaler,
-               Optimizer& optimizer, const Case& of, int step, Hashes& hashes) {
-  set_gradients(parameters, of, step, of.way.is_bare ? 1.0 : scaler.get_scale());
+               Optimizer& optimizer, const Case& test_case, int step, Hashes& hashes) {
+  set_gradients(parameters, test_case, step, test_case.mode.has_scaler ? scaler.get_scale() : 1.0);
   const Tensor loss = torch::ones({});
   std::optional<mezzo::StepResult> result;
-  if (of.way.is_bare) {
+  if (!test_case.mode.has_scaler) {
     optimizer.step();
   } else {
     (void)scaler.scale(loss);
-    result = scaler_step(parameters, scaler, optimizer, of.way);
+    result = scaler_step(parameters, scaler, optimizer, test_case.mode);
     scaler.update();
   }
   if (result.has_value()) {
@@ -381,36 +385,38 @@ void write_weights(const std::vector<Tensor>& parameters) {
   parameters[3].slice(0, 16380, 16386).zero_();
 }
 
-/// Where a weight has a master, `.grad` after a call that unscales it may be of either dtype.
-bool compares_gradients(const Case& of) { return !(of.weights.has_masters() && of.way.unscales); }
-
-/// What `make(parameters)`, a Subject, computes: the columns of golden_bits.txt.
-template <class Make>
-Line line_of(const Case& of, const Make& make) {
-  const std::vector<Tensor> parameters = make_parameters(of.weights);
-  auto subject = make(parameters);
-  mezzo::GradScaler scaler = make_scaler(of);
-  Hashes hashes;
-  for (int step = 0; step != kSteps; ++step) {
-    if (step == 30) subject->halve_rate(1);
-    if (step == 33 && of.writes_weights) write_weights(parameters);
-    take_step(parameters, scaler, subject->stepped(), of, step, hashes);
-  }
-  for (const Tensor& parameter : parameters) {
-    EXPECT_TRUE(parameter.isfinite().all().item<bool>()) << "a NaN hides later bits";
-  }
-  Hash state;
-  subject->add_state_to(state);
-  return {hashes.parameters.text(), state.text(), hashes.scales.text(), hashes.results.text(),
-          compares_gradients(of) ? hashes.gradients.text() : "-"};
+/// After unscale_, `.grad` of a weight with a master may have either dtype.
+bool compares_gradients(const Case& test_case) {
+  return !(test_case.weights.has_masters() && test_case.mode.unscales);
 }
 
-template <class Optimizer, class Options, class State, bool kMasters = false, class Finish>
-std::function<Line(const Case&)> subject_of(double lr, const Finish& finish) {
-  return [=](const Case& of) {
-    return line_of(of, [&](const std::vector<Tensor>& parameters) {
-      using Own = Subject<Optimizer, Options, State, kMasters>;
-      return std::make_unique<Own>(parameters, of, lr, finish);
+/// Runs a case with `make(parameters)`, a TestedOptimizer.
+template <class Make>
+Line run_case(const Case& test_case, const Make& make) {
+  const std::vector<Tensor> parameters = make_parameters(test_case.weights);
+  auto tested = make(parameters);
+  mezzo::GradScaler scaler = make_scaler(test_case);
+  Hashes hashes;
+  for (int step = 0; step != kSteps; ++step) {
+    if (step == 30) tested->halve_lr(1);
+    if (step == 33 && test_case.writes_weights) write_weights(parameters);
+    take_step(parameters, scaler, tested->stepped(), test_case, step, hashes);
+  }
+  for (const Tensor& parameter : parameters) {
+    EXPECT_TRUE(parameter.isfinite().all().item<bool>()) << "a NaN would hide later differences";
+  }
+  Hash state;
+  tested->add_state_to(state);
+  return {hashes.parameters.text(), state.text(), hashes.scales.text(), hashes.results.text(),
+          compares_gradients(test_case) ? hashes.gradients.text() : "-"};
+}
+
+template <class Optimizer, class Options, class State, bool kMasters = false, class SetOptions>
+std::function<Line(const Case&)> make_runner(double lr, const SetOptions& set_options) {
+  return [=](const Case& test_case) {
+    return run_case(test_case, [&](const std::vector<Tensor>& parameters) {
+      using Tested = TestedOptimizer<Optimizer, Options, State, kMasters>;
+      return std::make_unique<Tested>(parameters, test_case, lr, set_options);
     });
   };
 }
@@ -420,41 +426,42 @@ struct NamedOptimizer {
   std::function<Line(const Case&)> run;
 };
 
-std::vector<NamedOptimizer> mezzos() {
+std::vector<NamedOptimizer> mezzo_optimizers() {
   using namespace mezzo::optim;
-  const auto nothing = [](auto&) {};
+  const auto defaults = [](auto&) {};
   const auto amsgrad = [](AdamWOptions& options) { options.amsgrad(true); };
   const auto nesterov = [](SGDOptions& options) { options.momentum(0.9).nesterov(true); };
   const auto dampening = [](SGDOptions& options) { options.momentum(0.9).dampening(0.3); };
-  return {{"adamw", subject_of<AdamW, AdamWOptions, AdamWParamState>(0.011, nothing)},
-          {"amsgrad", subject_of<AdamW, AdamWOptions, AdamWParamState>(0.011, amsgrad)},
-          {"adam", subject_of<Adam, AdamOptions, AdamParamState>(0.012, nothing)},
-          {"sgd", subject_of<SGD, SGDOptions, SGDParamState>(0.13, nothing)},
-          {"sgd_nesterov", subject_of<SGD, SGDOptions, SGDParamState>(0.11, nesterov)},
-          {"sgd_dampening", subject_of<SGD, SGDOptions, SGDParamState>(0.12, dampening)},
-          {"lion", subject_of<Lion, LionOptions, LionParamState>(0.007, nothing)}};
+  return {{"adamw", make_runner<AdamW, AdamWOptions, AdamWParamState>(0.011, defaults)},
+          {"amsgrad", make_runner<AdamW, AdamWOptions, AdamWParamState>(0.011, amsgrad)},
+          {"adam", make_runner<Adam, AdamOptions, AdamParamState>(0.012, defaults)},
+          {"sgd", make_runner<SGD, SGDOptions, SGDParamState>(0.13, defaults)},
+          {"sgd_nesterov", make_runner<SGD, SGDOptions, SGDParamState>(0.11, nesterov)},
+          {"sgd_dampening", make_runner<SGD, SGDOptions, SGDParamState>(0.12, dampening)},
+          {"lion", make_runner<Lion, LionOptions, LionParamState>(0.007, defaults)}};
 }
 
-/// Optimizers of libtorch, with numbers that make ATen's products exact (see golden_test.cpp).
-std::vector<NamedOptimizer> libtorchs() {
+/// Optimizers of libtorch, with hyperparameters for which ATen's products are exact.
+std::vector<NamedOptimizer> torch_optimizers() {
   using torch::optim::SGD, torch::optim::SGDOptions, torch::optim::SGDParamState;
   const auto sgd = [](SGDOptions&) {};
   const auto momentum = [](SGDOptions& options) { options.momentum(0.5); };
-  return {{"torch_sgd", subject_of<SGD, SGDOptions, SGDParamState>(0x1p-3, sgd)},
-          {"torch_sgd_momentum", subject_of<SGD, SGDOptions, SGDParamState>(0x1p-3, momentum)},
-          {"masters_sgd", subject_of<SGD, SGDOptions, SGDParamState, true>(0x1p-3, momentum)}};
+  return {{"torch_sgd", make_runner<SGD, SGDOptions, SGDParamState>(0x1p-3, sgd)},
+          {"torch_sgd_momentum", make_runner<SGD, SGDOptions, SGDParamState>(0x1p-3, momentum)},
+          {"masters_sgd", make_runner<SGD, SGDOptions, SGDParamState, true>(0x1p-3, momentum)}};
 }
 
-const NamedOptimizer& named(const std::vector<NamedOptimizer>& recipes, const std::string& name) {
-  for (const NamedOptimizer& one : recipes) {
-    if (one.name == name) return one;
+const NamedOptimizer& find_optimizer(const std::vector<NamedOptimizer>& optimizers,
+                                     const std::string& name) {
+  for (const NamedOptimizer& optimizer : optimizers) {
+    if (optimizer.name == name) return optimizer;
   }
   TORCH_CHECK(false, "no optimizer is named ", name);
 }
 
-/// optimizer/weights/way
-std::string name_of(const NamedOptimizer& optimizer, const Case& of) {
-  return optimizer.name + '/' + of.weights.name + '/' + of.way.name;
+/// Returns optimizer/weights/step mode.
+std::string case_name(const NamedOptimizer& optimizer, const Case& test_case) {
+  return optimizer.name + '/' + test_case.weights.name + '/' + test_case.mode.name;
 }
 
 struct NamedCase {
@@ -464,77 +471,81 @@ struct NamedCase {
 
 class Cases {
  public:
-  Cases() : mezzos_(mezzos()), libtorchs_(libtorchs()) {
-    every_pair_of_optimizer_weights_and_way();
-    adamw_in_every_way();
-    rare_cases();
-    steps_of_libtorch();
+  Cases() : mezzo_(mezzo_optimizers()), torch_(torch_optimizers()) {
+    add_mezzo_optimizers();
+    add_adamw_with_all_step_modes();
+    add_special_cases();
+    add_torch_optimizers();
   }
   const std::vector<NamedCase>& all() const { return all_; }
 
  private:
-  void add(const NamedOptimizer& optimizer, const Case& of, const std::string& more = "") {
-    const std::string name = name_of(optimizer, of) + more;
-    for (const NamedCase& one : all_) {
-      if (one.name == name) return;
+  void add(const NamedOptimizer& optimizer, const Case& test_case, const std::string& suffix = "") {
+    const std::string name = case_name(optimizer, test_case) + suffix;
+    for (const NamedCase& added : all_) {
+      if (added.name == name) return;
     }
-    all_.push_back({name, [run = optimizer.run, of] { return run(of); }});
+    all_.push_back({name, [run = optimizer.run, test_case] { return run(test_case); }});
   }
 
-  void every_pair_of_optimizer_weights_and_way() {
+  /// Each optimizer with each weight storage, each with another step mode.
+  void add_mezzo_optimizers() {
     const auto weights = all_weights();
-    constexpr std::size_t kWaysToPair = 9;
-    for (std::size_t i = 0; i != mezzos_.size(); ++i) {
+    constexpr std::size_t kPairedStepModes = 9;
+    for (std::size_t i = 0; i != mezzo_.size(); ++i) {
       for (std::size_t j = 0; j != weights.size(); ++j) {
-        add(mezzos_[i], {weights[j], kWays[(i + j) % kWaysToPair]});
+        add(mezzo_[i], {weights[j], kStepModes[(i + j) % kPairedStepModes]});
       }
     }
-    for (std::size_t j = 0; j != weights.size(); ++j) {  // some ways that are left
-      if (j % 8 == mezzos_.size()) continue;
-      add(mezzos_[j % 8], {weights[j], kWays[(8 + j) % kWaysToPair]});
+    for (std::size_t j = 0; j != weights.size(); ++j) {  // further step modes
+      if (j % 8 == mezzo_.size()) continue;
+      add(mezzo_[j % 8], {weights[j], kStepModes[(8 + j) % kPairedStepModes]});
     }
   }
 
-  void adamw_in_every_way() {
+  void add_adamw_with_all_step_modes() {
     for (const char* weights : {"float", "bfloat16_master", "bfloat16_split", "mixed_master"}) {
-      for (const Way& way : kWays) add(mezzos_[0], {weights_named(weights), way});
+      for (const StepMode& mode : kStepModes) add(mezzo_[0], {find_weights(weights), mode});
     }
   }
 
-  void rare_cases() {
+  void add_special_cases() {
     for (const char* weights : {"bfloat16_master", "bfloat16_split", "bfloat16_stochastic",
-                                "half_master", "mixed_master"}) {
-      Case written{weights_named(weights), way_named("norm")};
+                                "float16_master", "mixed_master"}) {
+      Case written{find_weights(weights), find_step_mode("norm")};
       written.writes_weights = true;
-      add(mezzos_[0], written, "/written");
+      add(mezzo_[0], written, "/written");
     }
-    add(mezzos_[0], {weights_named("float"), way_named("norm"), 65536.0}, "/power_of_two");
-    add(mezzos_[0], {weights_named("float"), way_named("norm"), 30000.0, 2}, "/hysteresis");
-    add(named(mezzos_, "sgd_dampening"), {weights_named("bfloat16_master"), way_named("zero")});
+    add(mezzo_[0], {find_weights("float"), find_step_mode("norm"), 65536.0}, "/power_of_two");
+    add(mezzo_[0], {find_weights("float"), find_step_mode("norm"), 30000.0, 2}, "/hysteresis");
+    add(find_optimizer(mezzo_, "sgd_dampening"),
+        {find_weights("bfloat16_master"), find_step_mode("zero")});
   }
 
-  void steps_of_libtorch() {
-    for (const Way& way : kWays) {
-      if (way.is_bare) continue;
-      if (!way.has_table) {
-        add(named(libtorchs_, "torch_sgd"), {weights_named("float"), way});
-        add(named(libtorchs_, "torch_sgd"), {weights_named("double"), way});
+  void add_torch_optimizers() {
+    for (const StepMode& mode : kStepModes) {
+      if (!mode.has_scaler) continue;
+      if (!mode.has_lr_factors) {
+        add(find_optimizer(torch_, "torch_sgd"), {find_weights("float"), mode});
+        add(find_optimizer(torch_, "torch_sgd"), {find_weights("double"), mode});
       }
-      add(named(libtorchs_, "masters_sgd"), {with_masters("bfloat16"), way});
+      add(find_optimizer(torch_, "masters_sgd"), {with_masters("bfloat16"), mode});
     }
-    add(named(libtorchs_, "torch_sgd"), {weights_named("bfloat16"), way_named("norm")});
-    add(named(libtorchs_, "torch_sgd_momentum"), {weights_named("float"), way_named("norm_zero")});
-    for (const char* way : {"step", "norm", "unscale_norm", "norm_zero", "bare"}) {
-      add(named(libtorchs_, "masters_sgd"), {with_masters("half"), way_named(way)});
-      add(named(libtorchs_, "masters_sgd"), {with_masters("mixed_master"), way_named(way)});
+    add(find_optimizer(torch_, "torch_sgd"), {find_weights("bfloat16"), find_step_mode("norm")});
+    add(find_optimizer(torch_, "torch_sgd_momentum"),
+        {find_weights("float"), find_step_mode("norm_zero")});
+    for (const char* mode : {"step", "norm", "unscale_norm", "norm_zero", "bare"}) {
+      add(find_optimizer(torch_, "masters_sgd"), {with_masters("float16"), find_step_mode(mode)});
+      add(find_optimizer(torch_, "masters_sgd"),
+          {with_masters("mixed_master"), find_step_mode(mode)});
     }
-    Case written{with_masters("bfloat16"), way_named("norm")};
+    Case written{with_masters("bfloat16"), find_step_mode("norm")};
     written.writes_weights = true;
-    add(named(libtorchs_, "masters_sgd"), written, "/written");
+    add(find_optimizer(torch_, "masters_sgd"), written, "/written");
   }
 
-  std::vector<NamedOptimizer> mezzos_;
-  std::vector<NamedOptimizer> libtorchs_;
+  std::vector<NamedOptimizer> mezzo_;
+  std::vector<NamedOptimizer> torch_;
   std::vector<NamedCase> all_;
 };
 
@@ -545,9 +556,9 @@ TEST(GoldenBits, TrainingMatchesRecording) {
     std::ofstream file(new_path);
     file << "# case";
     for (const std::string& column : columns) file << ' ' << column;
-    for (const NamedCase& one : cases) {
-      file << '\n' << one.name;
-      for (const std::string& word : one.run()) file << ' ' << word;
+    for (const NamedCase& named_case : cases) {
+      file << '\n' << named_case.name;
+      for (const std::string& word : named_case.run()) file << ' ' << word;
     }
     ASSERT_TRUE(file << std::endl) << "cannot write " << new_path;
     return;
@@ -561,15 +572,15 @@ TEST(GoldenBits, TrainingMatchesRecording) {
     for (std::string word; words >> word;) recording[name].push_back(word);
   }
   recording.erase("#");
-  for (const NamedCase& one : cases) {
-    const Line expected = recording[one.name], line = one.run();
-    recording.erase(one.name);
-    ASSERT_EQ(expected.size(), columns.size()) << one.name << " is not recorded";
+  for (const NamedCase& named_case : cases) {
+    const Line expected = recording[named_case.name], line = named_case.run();
+    recording.erase(named_case.name);
+    ASSERT_EQ(expected.size(), columns.size()) << named_case.name << " is not recorded";
     for (std::size_t i = 0; i != line.size(); ++i) {
-      EXPECT_EQ(line[i], expected[i]) << one.name << ": " << columns[i] << " differ";
+      EXPECT_EQ(line[i], expected[i]) << named_case.name << ": " << columns[i] << " differ";
     }
   }
-  EXPECT_THAT(recording, testing::IsEmpty()) << "recorded, and no case";
+  EXPECT_THAT(recording, testing::IsEmpty()) << "recorded cases that do not exist";
 }
 
 }  // namespace

@@ -1,12 +1,13 @@
-// A gradient has one home, `.grad`: whatever libtorch's or mezzo's calls do to it between two steps
-// counts for the next one, with masters or without, with a scaler that is enabled or not.
+// Gradients are stored only in `.grad`: every change of it between two steps, by libtorch or by
+// mezzo, takes effect at the next step, with and without masters, with enabled and disabled
+// scalers.
 
 #include <mezzo/opt_levels/amp.h>
-#include <mezzo/scaling/loss_scale_optimizer.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/master_weights.h>
 #include <mezzo/optim/sgd.h>
 #include <mezzo/scaling/grad_scaler.h>
+#include <mezzo/scaling/loss_scale_optimizer.h>
 
 #include <torch/torch.h>
 
@@ -39,14 +40,14 @@ using test_support::WeightStorageCase;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
 
-constexpr double kScale = 512;  // 64 times this is finite in half
+constexpr double kScale = 512;  // 64 * kScale is finite in float16
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-float value_of(const torch::Tensor& tensor) {
+float first_element(const torch::Tensor& tensor) {
   return tensor.detach().to(torch::kFloat).flatten()[0].item<float>();
 }
 
-torch::Tensor weight(torch::ScalarType dtype = torch::kBFloat16, double value = 0) {
+torch::Tensor make_weight(torch::ScalarType dtype = torch::kBFloat16, double value = 0) {
   return torch::full({1}, value, dtype).requires_grad_();
 }
 
@@ -61,7 +62,7 @@ class Loop {
  public:
   Loop(const WeightStorageCase& storage_case, bool enabled)
       : is_split(storage_case.is_split),
-        parameters{weight(storage_case.dtype), weight(storage_case.dtype)},
+        parameters{make_weight(storage_case.dtype), make_weight(storage_case.dtype)},
         owned(storage_case.make(parameters)),
         optimizer(owned.ref()),
         scaler(make_silent_scaler(enabled)) {}
@@ -71,11 +72,11 @@ class Loop {
     scaler.scale(loss.to(torch::kFloat)).backward();
   }
   bool step(const mezzo::StepOptions& options = {}) {
-    const bool ran = scaler.step(optimizer, options).applied();
+    const bool applied = scaler.step(optimizer, options).applied();
     scaler.update();
-    return ran;
+    return applied;
   }
-  float value(std::size_t i) const { return value_of(parameters[i]); }
+  float value(std::size_t i) const { return first_element(parameters[i]); }
 
   bool is_split;
   std::vector<torch::Tensor> parameters;
@@ -84,20 +85,20 @@ class Loop {
   GradScaler scaler;
 };
 
-/// Calls `test` for every way to keep weights, with a scaler that is enabled and one that is not.
+/// Calls `test` for each weight storage, with an enabled and a disabled scaler.
 void for_each_loop(const std::function<void(Loop&)>& test,
                    const std::vector<WeightStorageCase>& all = weight_storage_cases()) {
   for (const WeightStorageCase& storage_case : all) {
     for (const bool enabled : {true, false}) {
-      SCOPED_TRACE(testing::Message() << storage_case.name << ", the scaler is "
-                                      << (enabled ? "enabled" : "disabled"));
+      SCOPED_TRACE(testing::Message()
+                   << storage_case.name << ", scaler " << (enabled ? "enabled" : "disabled"));
       Loop loop(storage_case, enabled);
       test(loop);
     }
   }
 }
 
-// --- Gradients that are dropped ----------------------------------------------------------------
+// --- Steps -------------------------------------------------------------------------------------
 
 TEST(GradLifecycle, ParamDroppedAfterUnscaleIsNotUpdated) {
   for_each_loop([](Loop& loop) {
@@ -112,7 +113,7 @@ TEST(GradLifecycle, ParamDroppedAfterUnscaleIsNotUpdated) {
 
 TEST(GradLifecycle, StepPreservesGradsOrZeroesOnRequest) {
   for (const WeightStorageCase& storage_case : weight_storage_cases()) {
-    if (storage_case.name == std::string("torch's SGD"))
+    if (storage_case.name == std::string("torch::optim::SGD"))
       continue;  // torch.amp unscales them in place
     for (const bool zero_grad : {false, true}) {
       for (const double max_norm : {0.5, kInfinity}) {
@@ -121,19 +122,19 @@ TEST(GradLifecycle, StepPreservesGradsOrZeroesOnRequest) {
                        << storage_case.name << ", " << zero_grad << max_norm << first);
           Loop loop(storage_case, /*enabled=*/true);
           (void)loop.scaler.scale(torch::zeros({}));
-          loop.scaler.update(48.0);  // no power of two: divided and multiplied again it would show
-          std::vector<torch::Tensor> given, before;
+          loop.scaler.update(48.0);  // not a power of two, so that unscaling rounds
+          std::vector<torch::Tensor> grads, before;
           for (const double value : {first, 17.0}) {
-            const torch::Tensor& parameter = loop.parameters[given.size()];
+            const torch::Tensor& parameter = loop.parameters[grads.size()];
             parameter.mutable_grad() = torch::full_like(parameter.detach(), value);
-            given.push_back(parameter.grad());
+            grads.push_back(parameter.grad());
             before.push_back(parameter.grad().clone());
           }
           EXPECT_EQ(loop.step({.max_norm = max_norm, .zero_grad = zero_grad}), first == 48);
           EXPECT_EQ(loop.value(0) == 0, first != 48);
-          for (std::size_t i = 0; i < given.size(); ++i) {
-            EXPECT_TRUE(loop.parameters[i].grad().is_same(given[i]));
-            EXPECT_TRUE(given[i].equal(zero_grad ? torch::zeros_like(before[i]) : before[i]));
+          for (std::size_t i = 0; i < grads.size(); ++i) {
+            EXPECT_TRUE(loop.parameters[i].grad().is_same(grads[i]));
+            EXPECT_TRUE(grads[i].equal(zero_grad ? torch::zeros_like(before[i]) : before[i]));
           }
         }
       }
@@ -169,28 +170,27 @@ TEST(GradScalerStep, MasterGradsAliasParamGradsUntilStep) {
         written.insert(written.end(), {parameter, parameter.grad(), masters[i]});
       }
       std::vector<int64_t> versions;
-      for (const torch::Tensor& one : written) versions.push_back(one._version());
+      for (const torch::Tensor& tensor : written) versions.push_back(tensor._version());
       const bool applied = loop.step({.zero_grad = true});
       const bool is_fused = dynamic_cast<mezzo::optim::SGD*>(loop.owned.inner.get()) != nullptr;
       for (std::size_t i = 0; applied && is_fused && i < written.size(); ++i) {
-        EXPECT_GT(written[i]._version(), versions[i]) << "autograd sees writes by it: " << i;
+        EXPECT_GT(written[i]._version(), versions[i]) << "no version bump of tensor " << i;
       }
       for (const std::size_t i : {0U, 1U}) {
         if (masters[i].is_same(loop.parameters[i])) continue;
-        EXPECT_FALSE(masters[i].grad().defined()) << "a master keeps no memory of gradients";
+        EXPECT_FALSE(masters[i].grad().defined()) << "a master has a gradient after the step";
       }
     });
   }
 }
 
 TEST(GradScalerStep, SharedGradIsClippedOnce) {
-  std::vector<WeightStorageCase> all =
-      weight_storage_cases();  // each in double too, where it has no 16 bits
+  std::vector<WeightStorageCase> all = weight_storage_cases();  // float32 cases in double too
   for (const WeightStorageCase& storage_case : weight_storage_cases()) {
     if (storage_case.dtype == torch::kFloat)
       all.push_back({storage_case.name, torch::kDouble, false, storage_case.make});
   }
-  const auto expect_once = [](Loop& loop) {
+  const auto expect_clipped_once = [](Loop& loop) {
     (void)loop.scaler.scale(torch::zeros({}));
     const double scale = loop.scaler.get_scale();
     const torch::Tensor shared = torch::full_like(loop.parameters[0].detach(), 4 * scale);
@@ -198,14 +198,14 @@ TEST(GradScalerStep, SharedGradIsClippedOnce) {
     EXPECT_TRUE(loop.step({.max_norm = 1}));
     for (const std::size_t i : {0U, 1U}) EXPECT_NEAR(loop.value(i), -std::sqrt(0.5), 0.01);
   };
-  for_each_loop(expect_once, all);
+  for_each_loop(expect_clipped_once, all);
 }
 
 TEST(GradScalerStep, NanNormClipsToNan) {
   for_each_loop([](Loop& loop) {
     loop.backward(std::nan(""), 1);
     const bool applied = loop.step({.max_norm = 1});
-    EXPECT_EQ(applied, !loop.scaler.is_enabled()) << "as clip_grad_norm_ and step";
+    EXPECT_EQ(applied, !loop.scaler.is_enabled()) << "like clip_grad_norm_ and step";
     for (const std::size_t i : {0U, 1U}) EXPECT_EQ(std::isnan(loop.value(i)), applied);
   });
 }
@@ -222,7 +222,6 @@ TEST(GradScalerStep, InfFoundByUnscaleSkipsRepairedGrad) {
   });
 }
 
-// Each clears the note that the one before made.
 TEST(GradScalerStep, RetriesThrownStepWithRepairedGrads) {
   struct Throwing : mezzo::optim::SGD {
     using SGD::SGD;
@@ -239,7 +238,7 @@ TEST(GradScalerStep, RetriesThrownStepWithRepairedGrads) {
   };
   for (const double bad : {1.0, kInfinity}) {
     for (const bool unscales : {false, true}) {
-      const torch::Tensor parameter = weight();
+      const torch::Tensor parameter = make_weight();
       Throwing optimizer({parameter}, 1.0, {.weight_storage = WeightStorage::fp32_master});
       GradScaler scaler = make_silent_scaler();
       const auto step = [&] {
@@ -252,7 +251,7 @@ TEST(GradScalerStep, RetriesThrownStepWithRepairedGrads) {
       parameter.mutable_grad() = torch::full({1}, 2 * kScale);
       EXPECT_TRUE(step());
       scaler.update();
-      EXPECT_EQ(value_of(parameter), -2);
+      EXPECT_EQ(first_element(parameter), -2);
       EXPECT_EQ(scaler.get_scale(), kScale);
     }
   }
@@ -261,8 +260,8 @@ TEST(GradScalerStep, RetriesThrownStepWithRepairedGrads) {
 // --- unscale_ twice before a step --------------------------------------------------------------
 
 TEST(GradLifecycle, DisabledScalerAllowsRepeatedUnscale) {
-  for (const bool gives_a_batch_up : {false, true}) {
-    const torch::Tensor parameter = weight();
+  for (const bool discards_batch : {false, true}) {
+    const torch::Tensor parameter = make_weight();
     mezzo::optim::AdamW adamw({parameter}, mezzo::optim::AdamWOptions(0.1).weight_decay(0),
                               {.weight_storage = WeightStorage::fp32_master});
     GradScaler scaler = make_silent_scaler(false);
@@ -270,7 +269,7 @@ TEST(GradLifecycle, DisabledScalerAllowsRepeatedUnscale) {
       adamw.zero_grad();
       scaler.scale(parameter.sum()).backward();
       scaler.unscale_(adamw);
-      if (gives_a_batch_up) {
+      if (discards_batch) {
         adamw.zero_grad();
         scaler.scale(parameter.sum()).backward();
       }
@@ -278,13 +277,13 @@ TEST(GradLifecycle, DisabledScalerAllowsRepeatedUnscale) {
       EXPECT_TRUE(scaler.step(adamw).applied());
       scaler.update();
     }
-    EXPECT_NEAR(value_of(parameter), -0.99, 0.02);
+    EXPECT_NEAR(first_element(parameter), -0.99, 0.02);
     EXPECT_EQ(adamw.applied_steps(), 10);
   }
 }
 
 TEST(GradLifecycle, DisabledScalerUnscaleTwiceStillUpdatesMasters) {
-  const torch::Tensor parameter = weight(torch::kBFloat16, 256);
+  const torch::Tensor parameter = make_weight(torch::kBFloat16, 256);
   torch::optim::SGD sgd({parameter}, 1.0);
   mezzo::MasterWeights masters(sgd);
   GradScaler scaler = make_silent_scaler(false);
@@ -295,8 +294,8 @@ TEST(GradLifecycle, DisabledScalerUnscaleTwiceStillUpdatesMasters) {
     scaler.unscale_(masters);
     EXPECT_TRUE(scaler.step(masters, {.max_norm = 0.25}).applied());
   }
-  EXPECT_NEAR(value_of(master_params(masters)[0]), 255, 1e-3) << "bfloat16 would stay at 256";
-  EXPECT_EQ(value_of(parameter), 255);
+  EXPECT_NEAR(first_element(master_params(masters)[0]), 255, 1e-3) << "bfloat16 would round to 256";
+  EXPECT_EQ(first_element(parameter), 255);
 }
 
 // --- libtorch's clipping -----------------------------------------------------------------------
@@ -360,21 +359,21 @@ TEST(GradLifecycle, UnscaleOverflowAndOverwrittenInfSkipStep) {
       loop.scaler = GradScaler({.init_scale = 1e-35, .min_scale = 0});
       loop.scaler.on_skip(nullptr);
       (void)loop.scaler.scale(torch::zeros({}));
-      for (const auto& one : loop.parameters) one.mutable_grad() = torch::full_like(one, 3e4);
+      for (const auto& p : loop.parameters) p.mutable_grad() = torch::full_like(p, 3e4);
       if (unscales_before) loop.scaler.unscale_(loop.optimizer);
       EXPECT_FALSE(loop.step());
       EXPECT_EQ(loop.value(0), 0);
       loop.scaler = make_silent_scaler();
       loop.backward(kInfinity, 1);
       loop.scaler.unscale_(loop.optimizer);
-      for (const auto& one : loop.parameters) one.mutable_grad() = torch::ones_like(one);
+      for (const auto& p : loop.parameters) p.mutable_grad() = torch::ones_like(p);
       EXPECT_FALSE(loop.step());
       EXPECT_EQ(loop.value(0), 0);
     }
   }
 }
 
-// --- What comes after unscale_ -----------------------------------------------------------------
+// --- Backward passes and zero_grad after unscale_ ----------------------------------------------
 
 TEST(GradLifecycle, DisabledScalerAccumulatesAfterUnscaleAndClipping) {
   for (const bool by_clipping : {false, true}) {
@@ -422,20 +421,20 @@ TEST(GradLifecycle, StepAfterUnscaleAndZeroGradIsNoOp) {
 TEST(GradLifecycle, LossScaleOptimizerStepAfterZeroGradIsNoOp) {
   for (const WeightStorageCase& storage_case : weight_storage_cases()) {
     SCOPED_TRACE(storage_case.name);
-    const torch::Tensor parameter = weight(storage_case.dtype);
+    const torch::Tensor parameter = make_weight(storage_case.dtype);
     const OwnedOptimizer owned = storage_case.make({parameter});
     mezzo::LossScaleOptimizer optimizer(owned.ref(), {.init_scale = kScale});
     optimizer.scale_loss((parameter * 64).sum().to(torch::kFloat)).backward();
     optimizer.unscale_();
     optimizer.zero_grad();
     (void)optimizer.step();
-    EXPECT_EQ(value_of(parameter), 0);
+    EXPECT_EQ(first_element(parameter), 0);
   }
 }
 
-// --- Several losses ----------------------------------------------------------------------------
+// --- Multiple losses ---------------------------------------------------------------------------
 
-/// A model of two weights; each input is the two gradients.
+/// A model of two weights. The input is the gradient of each.
 struct PairImpl : torch::nn::Module {
   PairImpl() {
     first = register_parameter("first", torch::zeros({1}));
@@ -450,11 +449,11 @@ struct PairImpl : torch::nn::Module {
 };
 TORCH_MODULE(Pair);
 
-/// A model, an SGD of rate 1, and an Amp with two losses.
-class Leveled {
+/// A model, SGD with lr = 1, and an Amp with two losses.
+class AmpLoop {
  public:
-  Leveled(const char* level, bool of_mezzo)
-      : optimizer(of_mezzo ? std::unique_ptr<torch::optim::Optimizer>(
+  AmpLoop(const char* level, bool is_mezzo)
+      : optimizer(is_mezzo ? std::unique_ptr<torch::optim::Optimizer>(
                                  std::make_unique<mezzo::optim::SGD>(model->parameters(), 1.0))
                            : std::make_unique<torch::optim::SGD>(model->parameters(), 1.0)),
         amp(mezzo::initialize(
@@ -466,12 +465,12 @@ class Leveled {
   torch::Tensor loss(double first, double second) {
     return amp.forward(model, torch::tensor({first, second}, torch::kFloat));
   }
-  void pass(double first, double second, const mezzo::ScaleLossOptions& options = {}) {
+  void backward(double first, double second, const mezzo::ScaleLossOptions& options = {}) {
     amp.backward(loss(first, second), *optimizer, options);
   }
   void expect(float first, float second) {
-    EXPECT_EQ(value_of(model->first), first);
-    EXPECT_EQ(value_of(model->second), second);
+    EXPECT_EQ(first_element(model->first), first);
+    EXPECT_EQ(first_element(model->second), second);
   }
 
   Pair model;
@@ -479,37 +478,37 @@ class Leveled {
   mezzo::Amp amp;
 };
 
-void for_each_level(const std::function<void(Leveled&)>& test) {
+void for_each_level(const std::function<void(AmpLoop&)>& test) {
   for (const char* level : {"O0", "O1", "O2", "O2_bf16", "O3", "O3_bf16"}) {
-    for (const bool of_mezzo : {true, false}) {
-      SCOPED_TRACE(testing::Message() << level << (of_mezzo ? " mezzo" : " torch"));
-      Leveled one(level, of_mezzo);
-      test(one);
+    for (const bool is_mezzo : {true, false}) {
+      SCOPED_TRACE(testing::Message() << level << (is_mezzo ? " mezzo" : " torch"));
+      AmpLoop loop(level, is_mezzo);
+      test(loop);
     }
   }
 }
 
 TEST(GradLifecycle, DiscardedDelayedLossesDoNotReappear) {
-  for_each_level([](Leveled& one) {
-    one.pass(8, 8, {.loss_id = 0, .delay_unscale = true});
-    one.pass(8, 8, {.loss_id = 1, .delay_unscale = true});
-    one.optimizer->zero_grad();
-    one.pass(3, 3);
-    EXPECT_TRUE(one.amp.step(*one.optimizer).applied());
-    one.expect(-3, -3);
+  for_each_level([](AmpLoop& loop) {
+    loop.backward(8, 8, {.loss_id = 0, .delay_unscale = true});
+    loop.backward(8, 8, {.loss_id = 1, .delay_unscale = true});
+    loop.optimizer->zero_grad();
+    loop.backward(3, 3);
+    EXPECT_TRUE(loop.amp.step(*loop.optimizer).applied());
+    loop.expect(-3, -3);
   });
 }
 
 TEST(GradLifecycle, ZeroGradDiscardsParamMissedByLastLoss) {
   for (const bool set_to_none : {true, false}) {
     for (const float next : {0.0F, 1.0F}) {
-      for_each_level([&](Leveled& one) {
-        one.pass(8, 8);
-        one.pass(8, 0);
-        one.optimizer->zero_grad(set_to_none);
-        one.pass(1, next);
-        EXPECT_TRUE(one.amp.step(*one.optimizer).applied());
-        one.expect(-1, -next);
+      for_each_level([&](AmpLoop& loop) {
+        loop.backward(8, 8);
+        loop.backward(8, 0);
+        loop.optimizer->zero_grad(set_to_none);
+        loop.backward(1, next);
+        EXPECT_TRUE(loop.amp.step(*loop.optimizer).applied());
+        loop.expect(-1, -next);
       });
     }
   }
@@ -517,32 +516,32 @@ TEST(GradLifecycle, ZeroGradDiscardsParamMissedByLastLoss) {
 
 TEST(GradLifecycle, StepAfterBackwardAndZeroGradIsNoOp) {
   for (const bool set_to_none : {true, false}) {
-    for_each_level([set_to_none](Leveled& one) {
-      one.pass(3, 3);
-      one.optimizer->zero_grad(set_to_none);
-      EXPECT_TRUE(one.amp.step(*one.optimizer).applied());
-      one.expect(0, 0);
+    for_each_level([set_to_none](AmpLoop& loop) {
+      loop.backward(3, 3);
+      loop.optimizer->zero_grad(set_to_none);
+      EXPECT_TRUE(loop.amp.step(*loop.optimizer).applied());
+      loop.expect(0, 0);
     });
   }
 }
 
 TEST(GradLifecycle, UndefinedGradsStayUndefinedAfterThrowingBackward) {
-  for_each_level([](Leveled& one) {
-    one.pass(1, 0);
-    EXPECT_FALSE(one.model->second.grad().defined());
+  for_each_level([](AmpLoop& loop) {
+    loop.backward(1, 0);
+    EXPECT_FALSE(loop.model->second.grad().defined());
     const auto throws = [](const torch::Tensor& loss) {
       loss.backward();
       throw std::runtime_error("out of memory");
     };
-    EXPECT_THROW(one.amp.scale_loss(one.loss(2, 2), *one.optimizer, throws), std::runtime_error);
-    EXPECT_FALSE(one.model->second.grad().defined());
-    EXPECT_EQ(value_of(one.model->first.grad()), 1);
-    EXPECT_TRUE(one.amp.step(*one.optimizer).applied());
-    one.expect(-1, 0);
+    EXPECT_THROW(loop.amp.scale_loss(loop.loss(2, 2), *loop.optimizer, throws), std::runtime_error);
+    EXPECT_FALSE(loop.model->second.grad().defined());
+    EXPECT_EQ(first_element(loop.model->first.grad()), 1);
+    EXPECT_TRUE(loop.amp.step(*loop.optimizer).applied());
+    loop.expect(-1, 0);
   });
 }
 
-// --- Parameters of two optimizers --------------------------------------------------------------
+// --- Other optimizers --------------------------------------------------------------------------
 
 TEST(GradLifecycle, ParamInTwoOptimizersThrowsWithWorkingAdvice) {
   Pair model;
@@ -551,33 +550,33 @@ TEST(GradLifecycle, ParamInTwoOptimizersThrowsWithWorkingAdvice) {
   const OptLevel level = OptLevel::O0({.loss_scale = 8.0});
   const mezzo::InitializeOptions options{.num_losses = 2, .verbosity = 0};
   auto amp = mezzo::initialize(model, {first, second}, level, options);
-  const auto input = [](double one, double two) {
-    return torch::tensor({one, two}, torch::kFloat);
+  const auto input = [](double first_grad, double second_grad) {
+    return torch::tensor({first_grad, second_grad}, torch::kFloat);
   };
   EXPECT_THAT([&] { amp.backward(amp.forward(model, input(1, 1)), first); },
               ThrowsMessage<c10::Error>(HasSubstr("; pass it to one of them")));
-  torch::optim::SGD one({all[0]}, 1.0), other({all[1]}, 1.0);
-  auto apart = mezzo::initialize(model, {one, other}, level, options);
-  apart.backward(apart.forward(model, input(1, 1)), {one, other}, {.loss_id = 0});
-  apart.backward(apart.forward(model, input(2, 2)), {one, other}, {.loss_id = 1});
-  apart.step(one);
-  apart.step(other);
-  EXPECT_EQ(value_of(all[0]), -3);
-  EXPECT_EQ(value_of(all[1]), -3);
+  torch::optim::SGD sgd0({all[0]}, 1.0), sgd1({all[1]}, 1.0);
+  auto separate = mezzo::initialize(model, {sgd0, sgd1}, level, options);
+  separate.backward(separate.forward(model, input(1, 1)), {sgd0, sgd1}, {.loss_id = 0});
+  separate.backward(separate.forward(model, input(2, 2)), {sgd0, sgd1}, {.loss_id = 1});
+  separate.step(sgd0);
+  separate.step(sgd1);
+  EXPECT_EQ(first_element(all[0]), -3);
+  EXPECT_EQ(first_element(all[1]), -3);
 }
 
 TEST(GradLifecycle, MasterWeightsAdagradSumStartsInFloat32) {
-  const torch::Tensor low = weight(torch::kBFloat16, 1), whole = weight(torch::kFloat, 1);
+  const torch::Tensor bf16 = make_weight(torch::kBFloat16, 1), fp32 = make_weight(torch::kFloat, 1);
   const auto options = torch::optim::AdagradOptions(0.5).initial_accumulator_value(0.1);
-  torch::optim::Adagrad of_low({low}, options), of_whole({whole}, options);
-  mezzo::MasterWeights masters(of_low);
+  torch::optim::Adagrad bf16_adagrad({bf16}, options), fp32_adagrad({fp32}, options);
+  mezzo::MasterWeights masters(bf16_adagrad);
   for (int i = 0; i < 3; ++i) {
-    low.mutable_grad() = torch::full_like(low.detach(), 0.125);
-    whole.mutable_grad() = torch::full_like(whole.detach(), 0.125);
+    bf16.mutable_grad() = torch::full_like(bf16.detach(), 0.125);
+    fp32.mutable_grad() = torch::full_like(fp32.detach(), 0.125);
     masters.step();
-    of_whole.step();
+    fp32_adagrad.step();
   }
-  EXPECT_TRUE(master_params(masters)[0].equal(whole));
+  EXPECT_TRUE(master_params(masters)[0].equal(fp32));
 }
 
 }  // namespace

@@ -1,10 +1,11 @@
-// Random programs of an Amp's calls at every level, with one or two optimizers and up to three
-// losses, beside plain loops that add up the gradients since the last step.
+// Compares random programs of Amp calls at every level, with one or two optimizers and up to three
+// losses, with a reference that accumulates the gradients since the last step.
 
 #include <mezzo/autocast/autocast_guard.h>
 #include <mezzo/checkpoint/checkpoint.h>
 #include <mezzo/opt_levels/amp.h>
 #include <mezzo/optim/ema.h>
+#include <mezzo/optim/ema_guard.h>
 
 #include <torch/torch.h>
 
@@ -25,13 +26,13 @@
 
 namespace {
 
-using namespace step_programs;
+using namespace randomized_training;
 using mezzo::Amp;
 using mezzo::OptimizerRef;
 using mezzo::OptLevel;
 using test_support::save_to_string;
 
-/// A batch norm whose weight may have any shape; nothing calls it.
+/// A batch norm with a weight of any shape. It is never called.
 struct NormImpl : torch::nn::BatchNorm1dImpl {
   NormImpl() : BatchNorm1dImpl(1) {}
   void replace(const Tensor& parameter) { weight = parameters_["weight"] = parameter; }
@@ -39,28 +40,28 @@ struct NormImpl : torch::nn::BatchNorm1dImpl {
 TORCH_MODULE(Norm);
 
 struct WeightsImpl : torch::nn::Module {
-  explicit WeightsImpl(const PlainSide& plain) {
+  explicit WeightsImpl(const ReferenceOptimizer& plain) {
     for (std::size_t i = 0; i < plain.weights.size(); ++i) {
-      const PlainWeight& one = plain.weights[i];
+      const ReferenceWeight& one = plain.weights[i];
       if (one.is_late) break;
-      if (plain.recipe.is_norm(i)) norm = register_module("norm", Norm());
+      if (plain.config.is_norm(i)) norm = register_module("norm", Norm());
       put(i, one, make_parameter(one, torch::kFloat));
     }
   }
 
-  /// Puts a parameter in place `i`, or behind all others.
-  void put(std::size_t i, const PlainWeight& plain, const Tensor& parameter) {
+  /// Sets parameter `i`, or appends it.
+  void put(std::size_t i, const ReferenceWeight& plain, const Tensor& parameter) {
     if (i == weights.size()) weights.emplace_back();
     weights[i] = parameter;
     is_tied.resize(weights.size());
     is_tied[i] = plain.is_tied;
     const std::string name = std::to_string(i);
-    if (norm && i == place_of_norm()) return norm->replace(parameter);
+    if (norm && i == get_norm_index()) return norm->replace(parameter);
     set_parameter(name, parameter);
     if (plain.is_tied) set_parameter(name + " again", parameter);
   }
 
-  /// Returns the product of each weight and its factor; undefined where the factor is.
+  /// Returns the product of each weight and its factor, undefined if the factor is.
   std::vector<Tensor> forward(const std::vector<Tensor>& factors) {
     std::vector<Tensor> products;
     for (std::size_t i = 0; i < weights.size(); ++i) {
@@ -77,9 +78,9 @@ struct WeightsImpl : torch::nn::Module {
   Norm norm{nullptr};
 
  private:
-  std::size_t place_of_norm() {
-    if (norm_at_ == std::string::npos) norm_at_ = weights.size() - 1;
-    return norm_at_;
+  std::size_t get_norm_index() {
+    if (norm_index_ == std::string::npos) norm_index_ = weights.size() - 1;
+    return norm_index_;
   }
   void set_parameter(const std::string& name, const Tensor& parameter) {
     if (parameters_.contains(name)) {
@@ -93,28 +94,29 @@ struct WeightsImpl : torch::nn::Module {
     return is_vector ? torch::matmul(weight, factor) : (weight * factor).sum();
   }
 
-  std::size_t norm_at_ = std::string::npos;
+  std::size_t norm_index_ = std::string::npos;
 };
 TORCH_MODULE(Weights);
 
-/// A loss's scale, and what is known of its iteration.
-struct PlainLoss {
+/// The loss scale of a loss, and the state of its iteration.
+struct ReferenceLoss {
   double scale = 64;
-  int64_t clean = 0;
+  int64_t growth_tracker = 0;
   bool is_checked = false;
   bool found = false;
 };
 
-/// What is known of an optimizer between its steps.
-struct PlainPasses {
-  std::optional<std::size_t> scaled_by{};  ///< the loss whose scale its gradients carry
+/// The backward passes of an optimizer since its last step.
+struct ReferenceBackward {
+  std::optional<std::size_t> scaled_by{};  ///< the loss whose scale its gradients have
   bool awaits_step = false;
   bool has_true_gradients() const { return awaits_step && !scaled_by; }
 };
 
 class AmpProgram : public Program {
  public:
-  AmpProgram(uint64_t seed, Counts& counts) : Program(seed + (uint64_t{1} << 40), counts) {
+  AmpProgram(uint64_t seed, CallCounts& is_mixed_precision)
+      : Program(seed + (uint64_t{1} << 40), is_mixed_precision) {
     is_enabled_ = !random_.one_in(8);
     is_dynamic_ = !random_.one_in(5);
     interval_ = 2 + random_.below(2);
@@ -126,16 +128,16 @@ class AmpProgram : public Program {
                               : mezzo::GradScalerOptions::fixed(scale);
     level_ = random_level();
     losses_.resize(static_cast<std::size_t>(1 + random_.below(3)));
-    for (PlainLoss& loss : losses_) loss.scale = is_enabled_ ? scale : 1;
+    for (ReferenceLoss& loss : losses_) loss.scale = is_enabled_ ? scale : 1;
     report_.line("level ", level_->name(), is_enabled_ ? "" : ", not enabled", ", ", losses_.size(),
                  " losses, scale ", scale, is_dynamic_ ? ", growth_interval " : "",
                  is_dynamic_ ? std::to_string(interval_) : " that is fixed");
-    likes_files_ = random_.one_in(2);
+    saves_often_ = random_.one_in(2);
     passes_.resize(random_.one_in(2) ? 2 : 1);
     for (std::size_t i = 0; i < passes_.size(); ++i) {
-      drawn_.push_back(draw_recipe());
-      plain_.push_back(make_plain(at_level(drawn_[i]), random_));
-      report_.line("optimizer ", i, ": ", plain_[i].recipe.text());
+      drawn_configs_.push_back(draw_config());
+      reference_.push_back(make_reference(apply_level(drawn_configs_[i]), random_));
+      report_.line("optimizer ", i, ": ", reference_[i].config.text());
     }
     make_library();
   }
@@ -150,40 +152,41 @@ class AmpProgram : public Program {
   }
 
  private:
-  static constexpr double kMaxScale = 512;  // so that sums of eight losses are finite in half
-  static constexpr int64_t kMaxPasses = 8;  // which add up exactly in bfloat16
+  static constexpr double kMaxScale = 512;  // sums of eight scaled losses are finite in float16
+  static constexpr int64_t kMaxPasses = 8;  // their sums are exact in bfloat16
 
   struct Side {
     Weights model{nullptr};
     std::unique_ptr<torch::optim::Optimizer> optimizer{};
-    std::unique_ptr<torch::optim::OptimizerOptions> options{};  ///< as they were given
+    std::unique_ptr<torch::optim::OptimizerOptions> options{};  ///< before initialize
     std::optional<mezzo::LinearSchedule> schedule{};
     std::optional<mezzo::Ema> averages{};
-    std::vector<Vector> plain_averages{};
+    std::vector<Vector> reference_averages{};
     bool averages_masters = false;
-    bool has_options_of_file = false;  ///< which the defaults do not have
+    bool has_options_of_file = false;  ///< loaded options, which the defaults do not have
   };
   struct Saved {
     std::vector<std::string> optimizers{};
     std::vector<std::string> schedules{};
     std::vector<std::string> models{};
     std::string amp{};
-    mezzo::Amp::StateDict apex{};  ///< what Apex has of it
-    std::vector<PlainSide> plain{};
-    std::vector<PlainLoss> losses{};
+    mezzo::Amp::StateDict apex{};  ///< the entries that Apex saves
+    std::vector<ReferenceOptimizer> plain{};
+    std::vector<ReferenceLoss> losses{};
   };
 
   const std::vector<Tensor>& parameters(std::size_t i) const override {
     return sides_[i].model->weights;
   }
   torch::optim::Optimizer& optimizer(std::size_t i) const override { return *sides_[i].optimizer; }
-  OptimizerRef any(std::size_t i) override { return amp_->wrapped_optimizer(optimizer(i)); }
-  void set_parameter(std::size_t i, std::size_t j, const Tensor& parameter) override {
-    sides_[i].model->put(j, plain_[i].weights[j], parameter);
+  OptimizerRef optimizer_ref(std::size_t i) override {
+    return amp_->wrapped_optimizer(optimizer(i));
   }
-  /// Whether the gradients of an optimizer are true ones, or none.
-  bool is_true(std::size_t i) const override { return !passes_[i].scaled_by; }
-  void forget_averages_and_files(std::size_t i) override {
+  void set_parameter(std::size_t i, std::size_t j, const Tensor& parameter) override {
+    sides_[i].model->put(j, reference_[i].weights[j], parameter);
+  }
+  bool has_unscaled_grads(std::size_t i) const override { return !passes_[i].scaled_by; }
+  void reset_averages_and_saved_state(std::size_t i) override {
     saved_.reset();
     sides_[i].averages.reset();
   }
@@ -201,45 +204,46 @@ class AmpProgram : public Program {
   bool has_regions() const { return is_enabled_ && level_->uses_autocast(); }
   bool has_masters() const { return is_enabled_ && level_->master_weights(); }
 
-  Recipe draw_recipe() {
-    Recipe recipe = random_recipe(random_);
-    recipe.accumulates_in_float = recipe.of_mezzo && random_.one_in(3);
-    recipe.has_odd_shapes = random_.one_in(3);
-    recipe.has_hooks = random_.one_in(3);
-    recipe.has_frozen = random_.one_in(4);
-    recipe.has_ties = random_.one_in(4);
-    recipe.has_schedule = random_.one_in(4);
-    return recipe;
+  OptimizerConfig draw_config() {
+    OptimizerConfig config = random_config(random_);
+    config.accumulates_in_float32 = config.is_mezzo && random_.one_in(3);
+    config.has_unusual_shapes = random_.one_in(3);
+    config.has_grad_hooks = random_.one_in(3);
+    config.has_frozen_weights = random_.one_in(4);
+    config.has_tied_weights = random_.one_in(4);
+    config.has_schedule = random_.one_in(4);
+    return config;
   }
 
-  /// What the options that were given are at the present level.
-  Recipe given_at_level(Recipe recipe) const {
-    recipe.dtype = model_dtype();
-    const bool keeps_norms = is_16_bit(recipe.dtype) && level_->keep_batchnorm_fp32();
-    recipe.norm_dtype = keeps_norms ? torch::kFloat : recipe.dtype;
-    recipe.in_master_weights = !recipe.of_mezzo && has_masters();
-    recipe.accumulates_in_float &= is_16_bit(recipe.dtype);
-    const bool is_split = recipe.storage == WeightStorage::split_master;
-    if (!recipe.of_mezzo || (is_split && recipe.dtype != torch::kBFloat16)) {
-      recipe.storage = WeightStorage::plain;
+  /// The configuration before initialize at the present level.
+  OptimizerConfig initial_config_at_level(OptimizerConfig config) const {
+    config.dtype = model_dtype();
+    const bool keeps_norms = is_16_bit(config.dtype) && level_->keep_batchnorm_fp32();
+    config.norm_dtype = keeps_norms ? torch::kFloat : config.dtype;
+    config.has_master_weights = !config.is_mezzo && has_masters();
+    config.accumulates_in_float32 &= is_16_bit(config.dtype);
+    const bool is_split = config.storage == WeightStorage::split_master;
+    if (!config.is_mezzo || (is_split && config.dtype != torch::kBFloat16)) {
+      config.storage = WeightStorage::plain;
     }
-    return recipe;
+    return config;
   }
-  Recipe at_level(const Recipe& drawn) const {
-    Recipe recipe = given_at_level(drawn);
-    const bool is_plain = recipe.storage == WeightStorage::plain;
-    if (recipe.of_mezzo && is_plain && has_masters()) recipe.storage = WeightStorage::fp32_master;
-    return recipe;
+  OptimizerConfig apply_level(const OptimizerConfig& drawn) const {
+    OptimizerConfig config = initial_config_at_level(drawn);
+    const bool is_plain = config.storage == WeightStorage::plain;
+    if (config.is_mezzo && is_plain && has_masters()) config.storage = WeightStorage::fp32_master;
+    return config;
   }
 
   void make_library() {
     region_.reset();
     amp_.reset();
     sides_.clear();
-    for (std::size_t i = 0; i < plain_.size(); ++i) {
+    for (std::size_t i = 0; i < reference_.size(); ++i) {
       Side& side = sides_.emplace_back();
-      side.model = Weights(plain_[i]);
-      side.optimizer = make_optimizer(given_at_level(drawn_[i]), side.model->weights);
+      side.model = Weights(reference_[i]);
+      side.optimizer =
+          make_optimizer(initial_config_at_level(drawn_configs_[i]), side.model->weights);
       side.options = side.optimizer->param_groups()[0].options().clone();
     }
     const mezzo::InitializeOptions options{
@@ -252,26 +256,26 @@ class AmpProgram : public Program {
                                      options));
     }
     for (std::size_t i = 0; i < sides_.size(); ++i) {
-      if (drawn_[i].accumulates_in_float) mezzo::accumulate_in_float(parameters(i));
-      for (const PlainWeight& one : plain_[i].weights) {
+      if (drawn_configs_[i].accumulates_in_float32) mezzo::accumulate_in_float(parameters(i));
+      for (const ReferenceWeight& one : reference_[i].weights) {
         if (one.is_late) add_parameter(i, one);
       }
-      if (plain_[i].recipe.has_schedule) {
+      if (reference_[i].config.has_schedule) {
         sides_[i].schedule.emplace(amp_->wrapped_optimizer(optimizer(i)), kCurve);
       }
     }
     for (std::size_t id = 0; id < losses_.size(); ++id) {
       amp_->scaler(static_cast<int64_t>(id)).on_skip([this, id](const mezzo::SkippedStep& skipped) {
-        told_skips_[id] = {skipped.scale, told_skips_[id].second + 1};
+        reported_skips_[id] = {skipped.scale, reported_skips_[id].second + 1};
       });
     }
   }
 
-  void add_parameter(std::size_t i, const PlainWeight& weight) override {
+  void add_parameter(std::size_t i, const ReferenceWeight& weight) override {
     Side& side = sides_[i];
     const Tensor parameter = make_late_parameter(weight);
     side.model->put(side.model->weights.size(), weight, parameter);
-    if (drawn_[i].accumulates_in_float) mezzo::accumulate_in_float({parameter});
+    if (drawn_configs_[i].accumulates_in_float32) mezzo::accumulate_in_float({parameter});
     if (!weight.begins_group) {
       return side.optimizer->param_groups()[0].params().push_back(parameter);
     }
@@ -280,130 +284,130 @@ class AmpProgram : public Program {
   }
 
   void compare_scales() override {
-    if (told_skips_ != skips_) report_.fail("on_skip is told of other skips");
+    if (reported_skips_ != expected_skips_) report_.fail("on_skip was called for other skips");
     for (std::size_t loss = 0; loss < losses_.size(); ++loss) {
       const double scale = amp_->scaler(static_cast<int64_t>(loss)).get_scale();
       if (scale != losses_[loss].scale) {
-        report_.fail("the scale of loss ", loss, " is ", scale, "; right is ", losses_[loss].scale);
+        report_.fail("the scale of loss ", loss, " is ", scale, "; expected ", losses_[loss].scale);
       }
     }
   }
 
-  // --- What is right ---------------------------------------------------------------------------
+  // --- Reference -------------------------------------------------------------------------------
 
-  /// Checks gradients that carry the scale of a loss; they are true ones from here on.
-  bool plain_unscale_one(std::size_t i) {
-    PlainPasses& passes = passes_[i];
-    PlainLoss& loss = losses_[*passes.scaled_by];
-    for (PlainWeight& one : plain_[i].weights) one.widen();
+  /// Checks and unscales the gradients of an optimizer.
+  bool reference_unscale_optimizer(std::size_t i) {
+    ReferenceBackward& passes = passes_[i];
+    ReferenceLoss& loss = losses_[*passes.scaled_by];
+    for (ReferenceWeight& one : reference_[i].weights) one.widen();
     passes.scaled_by.reset();
-    if (!plain_[i].has_gradient()) return false;
-    const bool found = !plain_[i].is_finite();
+    if (!reference_[i].has_gradient()) return false;
+    const bool found = !reference_[i].is_finite();
     loss.is_checked = true;
     loss.found |= found;
     return found;
   }
 
-  /// Takes a loss's scale off all gradients that carry it, and moves it.
-  void plain_unscale(std::size_t id) {
+  /// Unscales all gradients that have the scale of a loss, and updates the scale.
+  void reference_unscale(std::size_t id) {
     for (std::size_t i = 0; i < passes_.size(); ++i) {
-      if (passes_[i].scaled_by == id) plain_unscale_one(i);
+      if (passes_[i].scaled_by == id) reference_unscale_optimizer(i);
     }
-    PlainLoss& loss = losses_[id];
+    ReferenceLoss& loss = losses_[id];
     if (!loss.is_checked) return;
-    if (loss.found) skips_[id] = {loss.scale, skips_[id].second + 1};
+    if (loss.found) expected_skips_[id] = {loss.scale, expected_skips_[id].second + 1};
     if (!is_dynamic_) {
-      loss.clean = 0;
+      loss.growth_tracker = 0;
     } else if (loss.found) {
       loss.scale = std::max(loss.scale / 2, 1.0);
-      loss.clean = 0;
-    } else if (++loss.clean == interval_) {
+      loss.growth_tracker = 0;
+    } else if (++loss.growth_tracker == interval_) {
       loss.scale = std::min(loss.scale * 2, kMaxScale);
-      loss.clean = 0;
+      loss.growth_tracker = 0;
     }
     loss.is_checked = loss.found = false;
   }
 
-  // --- The calls -------------------------------------------------------------------------------
+  // --- Calls -----------------------------------------------------------------------------------
 
   void call() {
-    const std::size_t i = random_side();
-    make_one_of({{8, [&] { scale_loss(); }},
+    const std::size_t i = random_optimizer_index();
+    call_random({{8, [&] { scale_loss(); }},
                  {2, [&] { clip(i); }},
                  {2, [&] { zero_grad(i); }},
                  {2, [&] { drop_gradient(i); }},
                  {1,
                   [&] {
-                    region_.reset();  // whose cache of casts hears of no write but mezzo's
-                    write_weight(i);
+                    region_.reset();  // its weight cache would be stale
+                    modify_weight(i);
                   }},
-                 {1, [&] { look_at_masters(i); }},
+                 {1, [&] { check_masters(i); }},
                  {2, [&] { save_or_load(); }},
                  {2, [&] { evaluate(i); }},
-                 {2, [&] { look_at_averages(i); }},
+                 {2, [&] { check_averages(i); }},
                  {1, [&] { replace_weight(i); }},
                  {1, [&] { add_weight(i); }},
-                 {1, [&] { freeze_or_thaw(i); }},
-                 {1, [&] { meet_bad_gradient(i); }},
+                 {1, [&] { toggle_frozen(i); }},
+                 {1, [&] { step_with_bad_gradient(i); }},
                  {1, [&] { move_gradients(i); }},
-                 {1, [&] { load_wrong_file(i); }},
+                 {1, [&] { load_wrong_state(i); }},
                  {1, [&] { open_or_close_region(); }},
-                 {1, [&] { move_weights(i); }},
+                 {1, [&] { reallocate_weights(i); }},
                  {1, [&] { move_amp(); }},
                  {5, [&] { step(i); }}});
   }
 
-  /// Calls a model with a factor for each weight; those that have none are left out.
+  /// Calls a model with a factor for each weight. Weights without a factor are not used.
   std::vector<Tensor> forward(std::size_t i, const std::vector<std::optional<Vector>>& factors) {
     std::vector<Tensor> tensors;
     for (std::size_t j = 0; j < factors.size(); ++j) {
       Tensor& one = tensors.emplace_back();
-      if (factors[j]) one = tensor_of(*factors[j], torch::kFloat, plain_[i].weights[j].shape);
+      if (factors[j]) one = make_tensor(*factors[j], torch::kFloat, reference_[i].weights[j].shape);
     }
     return amp_->forward(sides_[i].model, tensors);
   }
 
-  using Gradients = std::vector<std::optional<PlainGradient>>;
+  using Gradients = std::vector<std::optional<ReferenceGradient>>;
 
   void scale_loss() {
     const auto id = static_cast<std::size_t>(random_.below(static_cast<int64_t>(losses_.size())));
     const bool delays = random_.one_in(3);
     const bool throws = random_.one_in(10);
     const bool with_inf = is_enabled_ && random_.one_in(10);
-    std::vector<std::size_t> who;
-    for (std::size_t i = 0; i < plain_.size(); ++i) {
-      if (plain_.size() == 1 || !random_.one_in(3)) who.push_back(i);
+    std::vector<std::size_t> stepped;
+    for (std::size_t i = 0; i < reference_.size(); ++i) {
+      if (reference_.size() == 1 || !random_.one_in(3)) stepped.push_back(i);
     }
-    for (const std::size_t i : who) {
-      if (sums_[i] >= kMaxPasses || must_clear_[i]) return zero_grad(i);
+    for (const std::size_t i : stepped) {
+      if (backward_counts_[i] >= kMaxPasses || must_zero_grad_[i]) return zero_grad(i);
     }
-    if (who.empty()) return;
+    if (stepped.empty()) return;
     report_.line("scale_loss, loss ", id, delays ? ", delayed" : "",
                  throws ? ", which throws after backward" : "");
     count(throws ? "pass that throws" : delays ? "delayed pass" : "pass");
-    for (const std::size_t i : who) {  // other scales come off first
+    for (const std::size_t i : stepped) {  // unscales gradients of other losses first
       if (passes_[i].scaled_by.value_or(id) == id) continue;
-      plain_unscale(*passes_[i].scaled_by);
+      reference_unscale(*passes_[i].scaled_by);
       count("scale that moves before a pass");
     }
     std::vector<torch::optim::Optimizer*> optimizers;
     Tensor loss = torch::zeros({});
-    std::vector<std::optional<Gradients>> aside;
+    std::vector<std::optional<Gradients>> stashed;
     bool is_first = true;
-    for (const std::size_t i : who) {
-      PlainSide& side = plain_[i];
-      ++sums_[i];
+    for (const std::size_t i : stepped) {
+      ReferenceOptimizer& side = reference_[i];
+      ++backward_counts_[i];
       optimizers.push_back(&optimizer(i));
-      aside.push_back(plain_begin_pass(i, id));
+      stashed.push_back(reference_begin_backward(i, id));
       std::vector<std::optional<Vector>> factors(side.weights.size());
       for (std::size_t j = 0; j < side.weights.size(); ++j) {
-        PlainWeight& weight = side.weights[j];
+        ReferenceWeight& weight = side.weights[j];
         if (random_.one_in(4)) continue;
         const bool may_be_bad = !weight.value.empty() && !weight.is_frozen;
         const bool is_bad = may_be_bad && std::exchange(is_first, false) && with_inf;
         if (is_bad) count("inf");
         factors[j] = random_gradient(random_, weight.value.size(), is_bad);
-        report_.line("    optimizer ", i, " weight ", j, ": ", words(*factors[j]));
+        report_.line("    optimizer ", i, " weight ", j, ": ", format(*factors[j]));
         if (weight.is_frozen) {
           count("frozen weight");
         } else {
@@ -415,25 +419,25 @@ class AmpProgram : public Program {
       }
     }
     const bool has_graph = loss.requires_grad();
-    // Then what the pass has brought is unscaled and joins what was there.
-    const bool has_aside =
-        std::any_of(aside.begin(), aside.end(), [](const auto& one) { return one.has_value(); });
-    const bool comes_off = is_enabled_ && !throws && (!delays || has_aside);
+    // The new gradients are unscaled and added to the stashed ones.
+    const bool has_aside = std::any_of(stashed.begin(), stashed.end(),
+                                       [](const auto& one) { return one.has_value(); });
+    const bool is_unscaled = is_enabled_ && !throws && (!delays || has_aside);
     std::vector<bool> is_bad;
-    if (comes_off) {
-      for (const std::size_t i : who) {
-        is_bad.push_back(plain_[i].has_gradient() && !plain_[i].is_finite());
+    if (is_unscaled) {
+      for (const std::size_t i : stepped) {
+        is_bad.push_back(reference_[i].has_gradient() && !reference_[i].is_finite());
       }
-      plain_unscale(id);
+      reference_unscale(id);
     }
     const bool overflows = std::find(is_bad.begin(), is_bad.end(), true) != is_bad.end();
-    for (std::size_t k = 0; k < who.size() && is_enabled_; ++k) {
-      PlainSide& side = plain_[who[k]];
-      if (throws && aside[k]) passes_[who[k]].scaled_by.reset();
-      if (overflows && !delays && who.size() > 1) mark_bad(side);
-      for (std::size_t j = 0; j < side.weights.size() && aside[k]; ++j) {
+    for (std::size_t k = 0; k < stepped.size() && is_enabled_; ++k) {
+      ReferenceOptimizer& side = reference_[stepped[k]];
+      if (throws && stashed[k]) passes_[stepped[k]].scaled_by.reset();
+      if (overflows && !delays && stepped.size() > 1) mark_bad(side);
+      for (std::size_t j = 0; j < side.weights.size() && stashed[k]; ++j) {
         if (throws) side.weights[j].gradient.reset();
-        add(side.weights[j], (*aside[k])[j]);
+        add(side.weights[j], (*stashed[k])[j]);
       }
     }
     const mezzo::ScaleLossOptions options{.loss_id = static_cast<int64_t>(id),
@@ -441,39 +445,39 @@ class AmpProgram : public Program {
     try {
       amp_->scale_loss(loss, optimizers, options, [&](const Tensor& scaled) {
         if (has_graph) scaled.backward();
-        if (throws) throw std::runtime_error("as it should");
+        if (throws) throw std::runtime_error("expected");
       });
-      if (throws) report_.fail("it does not throw");
+      if (throws) report_.fail("no exception");
     } catch (const std::exception& exception) {
-      if (!throws) report_.fail("it throws: ", exception.what());
+      if (!throws) report_.fail("exception: ", exception.what());
     }
   }
 
-  /// A loss that overflowed holds for all of its optimizers.
-  void mark_bad(PlainSide& side) {
+  /// A loss that overflowed makes all of its optimizers skip.
+  void mark_bad(ReferenceOptimizer& side) {
     count("inf of one optimizer that another skips for");
-    for (PlainWeight& one : side.weights) {
+    for (ReferenceWeight& one : side.weights) {
       if (!one.gradient || one.gradient->values.empty()) continue;
       one.gradient->values[0] = std::nan("");
       break;
     }
   }
 
-  /// Sets true gradients aside; none where the pass goes on from scaled ones.
-  std::optional<Gradients> plain_begin_pass(std::size_t i, std::size_t id) {
+  /// Stashes unscaled gradients. Returns none if the gradients have the scale of the loss.
+  std::optional<Gradients> reference_begin_backward(std::size_t i, std::size_t id) {
     if (!is_enabled_) return std::nullopt;
     const bool has_true_gradients = passes_[i].has_true_gradients();
     passes_[i].awaits_step = true;
     passes_[i].scaled_by = id;
     if (!has_true_gradients) return std::nullopt;
-    Gradients aside;
-    for (PlainWeight& one : plain_[i].weights) {
-      aside.push_back(std::exchange(one.gradient, std::nullopt));
+    Gradients stashed;
+    for (ReferenceWeight& one : reference_[i].weights) {
+      stashed.push_back(std::exchange(one.gradient, std::nullopt));
     }
-    return aside;
+    return stashed;
   }
 
-  static void add(PlainWeight& weight, const std::optional<PlainGradient>& more) {
+  static void add(ReferenceWeight& weight, const std::optional<ReferenceGradient>& more) {
     if (!more) return;
     if (!weight.gradient) {
       weight.gradient = more;
@@ -496,9 +500,9 @@ class AmpProgram : public Program {
                              : passes_[i].awaits_step ? " after a pass"
                                                       : " after a step";
     count(by + ".zero_grad" + when);
-    plain_[i].zero_grad(set_to_none);
-    sums_[i] = 0;
-    must_clear_[i] = false;
+    reference_[i].zero_grad(set_to_none);
+    backward_counts_[i] = 0;
+    must_zero_grad_[i] = false;
     if (by == "amp") passes_[i] = {};
     expect(false, [&] {
       if (by == "amp") return amp_->zero_grad(optimizer(i), set_to_none);
@@ -507,20 +511,20 @@ class AmpProgram : public Program {
     });
   }
 
-  // --- Other parameters, evaluation, averages, gradients that no step can take -------------------
+  // --- Parameters, evaluation, averages, invalid gradients ---------------------------------------
 
   void add_weight(std::size_t i) {
-    const PlainSide& side = plain_[i];
-    // Of a new group's first step with a schedule, libtorch's optimizers know no factor.
-    if (side.recipe.has_schedule && !side.counts()) return;
-    torch::ScalarType dtype = side.recipe.dtype;
+    const ReferenceOptimizer& side = reference_[i];
+    // The schedule of a libtorch optimizer does not apply to the first step of a new group.
+    if (side.config.has_schedule && !side.is_mixed_precision()) return;
+    torch::ScalarType dtype = side.config.dtype;
     if (random_.one_in(3)) dtype = random_.one_in(2) ? torch::kFloat : torch::kDouble;
     Program::add_weight(i, dtype);
   }
 
-  void freeze_or_thaw(std::size_t i) {
-    const std::size_t j = random_weight(plain_[i]);
-    PlainWeight& weight = plain_[i].weights[j];
+  void toggle_frozen(std::size_t i) {
+    const std::size_t j = random_weight_index(reference_[i]);
+    ReferenceWeight& weight = reference_[i].weights[j];
     weight.is_frozen = !weight.is_frozen;
     report_.line("parameter ", j, " of optimizer ", i, weight.is_frozen ? " is frozen" : " thaws");
     count(weight.is_frozen ? "weight frozen" : "weight thawed");
@@ -531,15 +535,15 @@ class AmpProgram : public Program {
     report_.line("evaluation of model ", i);
     count("evaluation");
     std::vector<Vector> values;
-    for (const PlainWeight& one : plain_[i].weights) values.push_back(one.value);
+    for (const ReferenceWeight& one : reference_[i].weights) values.push_back(one.value);
     compare_products(i, values);
   }
 
-  /// Compares what a model computes with what it should compute from `values`.
+  /// Compares the output of a model with the expected one for weights `values`.
   void compare_products(std::size_t i, const std::vector<Vector>& values) {
-    const std::vector<PlainWeight>& weights = plain_[i].weights;
+    const std::vector<ReferenceWeight>& weights = reference_[i].weights;
     std::vector<std::optional<Vector>> factors;
-    for (const PlainWeight& one : weights) {
+    for (const ReferenceWeight& one : weights) {
       factors.emplace_back(random_gradient(random_, one.value.size(), false));
     }
     std::optional<torch::NoGradGuard> no_grad;
@@ -548,7 +552,7 @@ class AmpProgram : public Program {
     const double of_level =
         half_ulp(has_regions() ? level_->precision().compute_dtype : model_dtype());
     for (std::size_t j = 0; j < weights.size(); ++j) {
-      const PlainWeight& weight = weights[j];
+      const ReferenceWeight& weight = weights[j];
       const double unit = std::max(of_level, half_ulp(weight.dtype));
       double right = 0;
       double tolerance = 1e-6;
@@ -558,19 +562,20 @@ class AmpProgram : public Program {
         tolerance += std::abs(factor) * (weight.error[k] + 4 * unit * std::abs(values[j][k]));
       }
       const auto actual = products[j].item<double>();
-      if (!is_near(actual, right, tolerance)) {
-        report_.fail("weight ", j, " of optimizer ", i, " times ", words(*factors[j]), " is ",
-                     actual, "; right is ", right, ", within ", tolerance);
+      if (!is_close(actual, right, tolerance)) {
+        report_.fail("weight ", j, " of optimizer ", i, " times ", format(*factors[j]), " is ",
+                     actual, "; expected ", right, ", within ", tolerance);
       }
     }
   }
 
-  /// Averages take the place of the weights for a moment.
-  void look_at_averages(std::size_t i) {
+  /// Replaces the weights by averages during an evaluation.
+  void check_averages(std::size_t i) {
     Side& side = sides_[i];
-    if (!side.averages) side.averages_masters = plain_[i].has_master_params() && random_.one_in(2);
-    if (side.averages_masters) look_at_masters(i);
-    region_.reset();  // an EmaGuard begins and ends outside of regions
+    if (!side.averages)
+      side.averages_masters = reference_[i].has_master_params() && random_.one_in(2);
+    if (side.averages_masters) check_masters(i);
+    region_.reset();  // an EmaGuard must be outside autocast regions
     report_.line("EmaGuard of optimizer ", i, side.averages_masters ? ", of masters" : "");
     count("averages");
     if (!side.averages) {
@@ -579,21 +584,21 @@ class AmpProgram : public Program {
         options.masters = [this, i] { return amp_->master_params(optimizer(i)); };
       }
       side.averages.emplace(side.model->weights, options);
-      side.plain_averages = averaged_values(i);
+      side.reference_averages = averaged_values(i);
     } else {
       side.averages->update();
       follow_average(i);
     }
     compare_averages(i);
     const mezzo::EmaGuard scope(*side.averages);
-    compare_products(i, side.plain_averages);
+    compare_products(i, side.reference_averages);
   }
 
   std::vector<Vector> averaged_values(std::size_t i) {
     std::vector<Vector> values;
     for (const Tensor& one :
          sides_[i].averages_masters ? amp_->master_params(optimizer(i)) : parameters(i)) {
-      values.push_back(values_of(one));
+      values.push_back(read_values(one));
     }
     return values;
   }
@@ -602,34 +607,34 @@ class AmpProgram : public Program {
     const std::vector<Vector> values = averaged_values(i);
     for (std::size_t j = 0; j < values.size(); ++j) {
       for (std::size_t k = 0; k < values[j].size(); ++k) {
-        double& average = sides_[i].plain_averages[j][k];
+        double& average = sides_[i].reference_averages[j][k];
         average = (average + values[j][k]) / 2;
       }
     }
   }
 
   void compare_averages(std::size_t i) {
-    for (std::size_t j = 0; j < sides_[i].plain_averages.size(); ++j) {
-      const Vector actual = values_of(sides_[i].averages->averages()[j]);
-      Vector& right = sides_[i].plain_averages[j];
+    for (std::size_t j = 0; j < sides_[i].reference_averages.size(); ++j) {
+      const Vector actual = read_values(sides_[i].averages->averages()[j]);
+      Vector& right = sides_[i].reference_averages[j];
       Vector tolerance;
       for (const double one : right) tolerance.push_back(0x1p-20 * std::abs(one) + 1e-6);
-      if (!are_near(actual, right, tolerance)) {
-        report_.fail("average ", j, " is ", words(actual), "; right is ", words(right));
+      if (!are_close(actual, right, tolerance)) {
+        report_.fail("average ", j, " is ", format(actual), "; expected ", format(right));
       }
       right = actual;
     }
   }
 
-  /// Whether a scale is taken off the gradients of another optimizer together with these.
+  /// Whether the gradients of the other optimizer have the same loss scale.
   bool shares_scale(std::size_t i) const {
     const std::size_t other = 1 - i;
     return other < passes_.size() && passes_[i].scaled_by &&
            passes_[i].scaled_by == passes_[other].scaled_by;
   }
 
-  /// Weights get other memory; those of 16 bits are float for a moment, as for a file for others.
-  void move_weights(std::size_t i) {
+  /// Moves weights to new memory. 16-bit weights are float32 in between, as for an export.
+  void reallocate_weights(std::size_t i) {
     report_.line("weights of optimizer ", i, " move");
     count("weights moved");
     for (std::size_t j = 0; j < parameters(i).size(); ++j) {
@@ -647,7 +652,7 @@ class AmpProgram : public Program {
     amp_.emplace(std::move(moved));
   }
 
-  /// A region of the caller's own around several calls.
+  /// Begins or ends an autocast region around several calls.
   void open_or_close_region() {
     if (!has_regions()) return;
     report_.line(region_ ? "the region ends" : "a region begins");
@@ -657,11 +662,11 @@ class AmpProgram : public Program {
                                            .dtype = level_->precision().compute_dtype});
   }
 
-  void meet_bad_gradient(std::size_t i) {
-    if (!plain_[i].recipe.of_mezzo && !is_enabled_) return;
-    if (shares_scale(i)) return;  // the other's may have lost it already
-    Program::meet_bad_gradient(i, "amp.step",
-                               [&] { (void)amp_->step(optimizer(i), random_step_options()); });
+  void step_with_bad_gradient(std::size_t i) {
+    if (!reference_[i].config.is_mezzo && !is_enabled_) return;
+    if (shares_scale(i)) return;  // the other optimizer's gradients may already be unscaled
+    Program::step_with_bad_gradient(i, "amp.step",
+                                    [&] { (void)amp_->step(optimizer(i), random_step_options()); });
   }
 
   // --- Steps -----------------------------------------------------------------------------------
@@ -674,8 +679,8 @@ class AmpProgram : public Program {
   }
 
   void step(std::size_t i) {
-    PlainSide& side = plain_[i];
-    PlainPasses& passes = passes_[i];
+    ReferenceOptimizer& side = reference_[i];
+    ReferenceBackward& passes = passes_[i];
     const mezzo::StepOptions options = random_step_options();
     report_.line("amp.step(optimizer ", i, ", {.max_norm = ", options.max_norm,
                  ", .zero_grad = ", options.zero_grad, "})");
@@ -683,22 +688,22 @@ class AmpProgram : public Program {
     if (!throws) {
       if (passes.scaled_by) {
         count("step of delayed passes");
-        plain_unscale(*passes.scaled_by);
+        reference_unscale(*passes.scaled_by);
       }
     }
     bool ran = false;
     const double norm = side.norm();
     if (!throws) {
       ran = !is_enabled_ || side.is_finite();
-      if (ran && !side.counts() && std::isfinite(options.max_norm)) {
-        side.clip_norm(side.norm(), options.max_norm);  // in place, as torch's own clipping
+      if (ran && !side.is_mixed_precision() && std::isfinite(options.max_norm)) {
+        side.clip_norm(side.norm(), options.max_norm);  // in place, like clip_grad_norm_
         side.step(1);
       } else if (ran) {
         side.step(clip_factor(side.norm(), options.max_norm));
       }
       if (options.zero_grad) side.zero_grad(false);
-      must_clear_[i] = !options.zero_grad;
-      sums_[i] = 0;
+      must_zero_grad_[i] = !options.zero_grad;
+      backward_counts_[i] = 0;
       count(ran ? "step" : "skipped step");
       count(is_enabled_ ? "step at " + std::string(level_->name()) : "step of a disabled Amp");
     } else {
@@ -717,13 +722,13 @@ class AmpProgram : public Program {
     if (throws) return;
     passes = {};
     compare();
-    if (likes_files_ && !report_.failed() && random_.one_in(2)) save_or_load();
+    if (saves_often_ && !report_.failed() && random_.one_in(2)) save_or_load();
   }
 
-  // --- Files -----------------------------------------------------------------------------------
+  // --- Saving and loading ----------------------------------------------------------------------
 
   void save_or_load() {
-    for (std::size_t i = 0; i < passes_.size(); ++i) {  // a batch is given up for it
+    for (std::size_t i = 0; i < passes_.size(); ++i) {  // discards the batch
       if (passes_[i].awaits_step) zero_grad(i, "amp");
     }
     if (!saved_ || random_.one_in(3)) return save();
@@ -747,32 +752,34 @@ class AmpProgram : public Program {
       }
     });
     expect(false, [&] { mezzo::save_checkpoint(checkpoint_file(), training_state()); });
-    saved_->plain = plain_;
+    saved_->plain = reference_;
     saved_->losses = losses_;
   }
 
   void load() {
-    bool is_fresh = random_.one_in(2);
-    for (const PlainSide& side : plain_) is_fresh |= !side.counts();  // torch's keeps old state
-    report_.line("load", is_fresh ? " into new objects" : "");
-    count(is_fresh ? "load into new objects" : "load");
-    take_plain(saved_->plain, is_fresh);
+    bool has_new_objects = random_.one_in(2);
+    for (const ReferenceOptimizer& side : reference_)
+      has_new_objects |= !side.is_mixed_precision();  // torch::optim keeps its old state
+    report_.line("load", has_new_objects ? " into new objects" : "");
+    count(has_new_objects ? "load into new objects" : "load");
+    restore_reference(saved_->plain, has_new_objects);
     losses_ = saved_->losses;
-    if (is_fresh) must_clear_ = {};
+    if (has_new_objects) must_zero_grad_ = {};
     expect(false, [&] {
-      if (is_fresh) make_library();
+      if (has_new_objects) make_library();
       if (random_.one_in(3)) {
         count("checkpoint");
         mezzo::load_checkpoint(checkpoint_file(), training_state());
         return;
       }
       for (std::size_t i = 0; i < sides_.size(); ++i) {
-        OptimizerRef loaded = any(i);
+        OptimizerRef loaded = optimizer_ref(i);
         test_support::load_from_string(sides_[i].model, saved_->models[i]);
         test_support::load_from_string(loaded, saved_->optimizers[i]);
         sides_[i].options = optimizer(i).param_groups()[0].options().clone();
         sides_[i].has_options_of_file = true;
-        if (!sides_[i].schedule || (plain_[i].counts() && random_.one_in(2))) continue;
+        if (!sides_[i].schedule || (reference_[i].is_mixed_precision() && random_.one_in(2)))
+          continue;
         test_support::load_from_string(*sides_[i].schedule, saved_->schedules[i]);
       }
       if (random_.one_in(3)) return amp_->load_state_dict(saved_->apex);
@@ -796,8 +803,8 @@ class AmpProgram : public Program {
     return state;
   }
 
-  /// A file that is not of these objects changes nothing.
-  void load_wrong_file(std::size_t i) {
+  /// Loading the state of other objects throws and changes nothing.
+  void load_wrong_state(std::size_t i) {
     if (random_.one_in(2)) {
       if (!is_enabled_) return;
       report_.line("load of an Amp of more losses");
@@ -810,21 +817,22 @@ class AmpProgram : public Program {
         amp_->load_state_dict(state);
       });
     }
-    if (!plain_[i].counts()) return;
+    if (!reference_[i].is_mixed_precision()) return;
     report_.line("load of an optimizer of one parameter more, ", i);
     count("wrong file");
     std::vector<Tensor> parameters;
     for (const Tensor& one : sides_[i].model->weights) parameters.push_back(torch::ones_like(one));
     parameters.push_back(torch::ones({2}));
     for (Tensor& one : parameters) one.mutable_grad() = torch::ones_like(one);
-    const test_support::OwnedOptimizer other(make_optimizer(given_at_level(drawn_[i]), parameters),
-                                             plain_[i].recipe.in_master_weights);
+    const test_support::OwnedOptimizer other(
+        make_optimizer(initial_config_at_level(drawn_configs_[i]), parameters),
+        reference_[i].config.has_master_weights);
     std::string file;
     expect(false, [&] {
       (void)other.ref().step();
       file = save_to_string(other.ref());
     });
-    OptimizerRef loaded = any(i);
+    OptimizerRef loaded = optimizer_ref(i);
     expect(true, [&] { test_support::load_from_string(loaded, file); });
   }
 
@@ -833,14 +841,14 @@ class AmpProgram : public Program {
   std::optional<mezzo::GradScalerOptions> loss_scale_;
   std::optional<OptLevel> level_;
   int64_t interval_ = 2;
-  bool likes_files_ = false;
-  std::vector<Recipe> drawn_;  // of which a level makes what the optimizers get
-  std::vector<PlainPasses> passes_;
-  std::vector<PlainLoss> losses_;
-  std::array<std::pair<double, int64_t>, 3> skips_{};  // the last one's scale, and how many
-  std::array<std::pair<double, int64_t>, 3> told_skips_{};
-  std::array<int64_t, 2> sums_{};     // passes since the gradients were cleared
-  std::array<bool, 2> must_clear_{};  // gradients of a step are left
+  bool saves_often_ = false;
+  std::vector<OptimizerConfig> drawn_configs_;  // before the level changes them
+  std::vector<ReferenceBackward> passes_;
+  std::vector<ReferenceLoss> losses_;
+  std::array<std::pair<double, int64_t>, 3> expected_skips_{};  // last scale and count of skips
+  std::array<std::pair<double, int64_t>, 3> reported_skips_{};
+  std::array<int64_t, 2> backward_counts_{};  // since zero_grad
+  std::array<bool, 2> must_zero_grad_{};      // .grad has the gradients of a step
   std::vector<Side> sides_;
   std::optional<Amp> amp_;
   std::optional<Saved> saved_;

@@ -1,5 +1,5 @@
-// What random programs of training steps are compared with: weights, gradients and optimizers as
-// plain loops over doubles. randomized_program.h runs the programs.
+// The reference of random training programs: weights, gradients and optimizers as loops over
+// double. randomized_program.h runs the programs.
 #pragma once
 
 #include <mezzo/optim/adamw.h>
@@ -26,7 +26,7 @@
 
 #include "../support/owned_optimizer.h"
 
-namespace step_programs {
+namespace randomized_training {
 
 using mezzo::optim::WeightStorage;
 using torch::Tensor;
@@ -58,24 +58,23 @@ inline double rounded(double value, torch::ScalarType dtype) {
   return single;
 }
 
-/// The largest error of rounding to nearest, relative to the value.
+/// The largest relative error of rounding to nearest.
 inline double half_ulp(torch::ScalarType dtype) {
   return dtype == torch::kBFloat16 ? 0x1p-8 : dtype == torch::kHalf ? 0x1p-11 : 0x1p-24;
 }
 
-inline Vector values_of(const Tensor& tensor) {
+inline Vector read_values(const Tensor& tensor) {
   const Tensor dense = tensor.detach().to(torch::kDouble).contiguous();
   const double* const values = dense.const_data_ptr<double>();
   return {values, values + dense.numel()};
 }
 
-inline Tensor tensor_of(const Vector& values, torch::ScalarType dtype) {
+inline Tensor make_tensor(const Vector& values, torch::ScalarType dtype) {
   return torch::tensor(values, torch::kDouble).to(dtype);
 }
 
-/// Of a shape: [n], or none at all.
-inline Tensor tensor_of(const Vector& values, torch::ScalarType dtype, at::IntArrayRef shape) {
-  return tensor_of(values, dtype).reshape(shape).clone();  // no view
+inline Tensor make_tensor(const Vector& values, torch::ScalarType dtype, at::IntArrayRef shape) {
+  return make_tensor(values, dtype).reshape(shape).clone();  // not a view
 }
 
 inline bool all_finite(const Vector& values) {
@@ -88,7 +87,7 @@ inline double norm_sq(const Vector& values) {
   return sum;
 }
 
-inline std::string words(const Vector& values) {
+inline std::string format(const Vector& values) {
   std::ostringstream text;
   text << "{";
   for (std::size_t i = 0; i < values.size(); ++i) text << (i == 0 ? "" : ", ") << values[i];
@@ -100,7 +99,7 @@ inline bool is_16_bit(torch::ScalarType dtype) {
   return dtype == torch::kBFloat16 || dtype == torch::kHalf;
 }
 
-/// What finite elements and infs become with a norm of `norm`.
+/// The factor of clip_grad_norm_ for a finite norm.
 inline double clip_factor(double norm, double max_norm) {
   const double factor = max_norm / (norm + 1e-6);
   return factor > 1 ? 1 : factor;
@@ -108,58 +107,57 @@ inline double clip_factor(double norm, double max_norm) {
 
 // --- Weights -----------------------------------------------------------------------------------
 
-/// A gradient as it lies in `.grad`, scaled or not.
-struct PlainGradient {
+/// The contents of `.grad`, scaled or unscaled.
+struct ReferenceGradient {
   Vector values;
   torch::ScalarType dtype;
-  double tolerance = 0;  ///< relative: what was rounded in an order of libtorch's or mezzo's own
+  double tolerance = 0;  ///< relative rounding error of an unspecified summation order
 };
 
 inline constexpr double kLr = 0.25;
 
-/// How the elements of a weight lie in memory: `shape` with its own strides or those of its
-/// transpose.
+/// The memory layout of a weight: contiguous, or with the strides of its transpose.
 enum class Layout { contiguous, transposed };
 
-/// One weight: what is trained, what is kept, and what its gradient is.
-struct PlainWeight {
+/// A weight, its optimizer state and its gradient.
+struct ReferenceWeight {
   torch::ScalarType dtype = torch::kFloat;
-  bool has_master = false;   ///< a float tensor of its own, which unscale_ makes the gradient float
-  bool trains_float = true;  ///< in place of the 16 bits of the model's weight
-  torch::ScalarType new_gradients = torch::kFloat;
+  bool has_master = false;      ///< a float32 tensor; unscale_ casts the gradient to float32
+  bool updates_float32 = true;  ///< instead of the 16-bit weight
+  torch::ScalarType new_grad_dtype = torch::kFloat;
   std::vector<int64_t> shape{};
   Layout layout = Layout::contiguous;
-  double hook = 1;  ///< what a hook multiplies each incoming gradient with
-  double lr = kLr;  ///< its group's
+  double hook = 1;  ///< factor of a hook for incoming gradients
+  double lr = kLr;  ///< of its group
   bool is_frozen = false;
-  bool is_tied = false;  ///< used twice in a forward pass
-  bool is_late = false;  ///< added after the optimizer was made
+  bool is_tied = false;  ///< used twice in the forward pass
+  bool is_late = false;  ///< added after construction of the optimizer
   bool begins_group = false;
 
   Vector value;
-  Vector error;  ///< how far the true value may be from that
+  Vector error;  ///< bound of the rounding error of `value`
   Vector moments[2];
   int64_t count = 0;
-  bool is_written = false;  ///< since the last step, by others
-  Vector trained{};         ///< the value before that
+  bool is_modified = false;  ///< outside the optimizer, since the last step
+  Vector trained{};          ///< the value before the modification
 
-  std::optional<PlainGradient> gradient{};
+  std::optional<ReferenceGradient> gradient{};
   void zero_gradient(bool set_to_none) {
     if (set_to_none) return gradient.reset();
     if (!gradient) return;
     std::fill(gradient->values.begin(), gradient->values.end(), 0.0);
     gradient->tolerance = 0;
   }
-  /// The gradient of a weight with a master becomes float.
+  /// Casts the gradient of a weight with a master to float32, as unscale_ does.
   void widen() {
     if (gradient && has_master && is_16_bit(gradient->dtype)) gradient->dtype = torch::kFloat;
   }
-  /// What autograd does with what a backward pass brings, which has the weight's dtype.
+  /// Accumulates a gradient, which has the weight's dtype, as autograd does.
   void accumulate(const Vector& incoming) {
-    if (!gradient) gradient = PlainGradient{Vector(incoming.size(), 0.0), new_gradients};
+    if (!gradient) gradient = ReferenceGradient{Vector(incoming.size(), 0.0), new_grad_dtype};
     for (std::size_t i = 0; i < incoming.size(); ++i) {
-      double& own = gradient->values[i];
-      own = rounded(own + rounded(incoming[i], dtype) * hook, gradient->dtype);
+      double& value = gradient->values[i];
+      value = rounded(value + rounded(incoming[i], dtype) * hook, gradient->dtype);
     }
   }
   void multiply_gradient(double factor) {
@@ -169,20 +167,20 @@ struct PlainWeight {
 
 // --- Optimizers --------------------------------------------------------------------------------
 
-enum class Kind { sgd, momentum, adam, adamw, lion, lamb };
+enum class OptimizerKind { sgd, momentum, adam, adamw, lion, lamb };
 
 inline constexpr double kMomentum = 0.5;
 inline constexpr double kBeta1 = 0.5;
 inline constexpr double kBeta2 = 0.75;
-/// So large that a step of Adam's tells a gradient from a scaled one.
+/// Large, so that a step of Adam depends on the scale of the gradient.
 inline constexpr double kEps = 1;
 inline constexpr double kDecay = 0.125;
 
 /// One step of one weight.
-inline void update(Kind kind, PlainWeight& weight, const Vector& gradient, double lr) {
+inline void update(OptimizerKind kind, ReferenceWeight& weight, const Vector& gradient, double lr) {
   const std::size_t size = gradient.size();
-  const bool is_rough = is_16_bit(weight.dtype) && !weight.trains_float;
-  const double relative = is_rough ? 0x1p-4 : 2e-5;
+  const bool is_low_precision = is_16_bit(weight.dtype) && !weight.updates_float32;
+  const double relative = is_low_precision ? 0x1p-4 : 2e-5;
   const auto steps = static_cast<double>(++weight.count);
   for (Vector& moment : weight.moments) moment.resize(size);
   Vector change(size), noise(size);
@@ -192,32 +190,32 @@ inline void update(Kind kind, PlainWeight& weight, const Vector& gradient, doubl
     double& v = weight.moments[1][i];
     noise[i] = std::abs(m) + std::abs(g);
     switch (kind) {
-      case Kind::sgd:
+      case OptimizerKind::sgd:
         change[i] = g;
         break;
-      case Kind::momentum:
+      case OptimizerKind::momentum:
         m = steps == 1 ? g : kMomentum * m + g;
         change[i] = m;
         break;
-      case Kind::lion: {
+      case OptimizerKind::lion: {
         const double direction = kBeta1 * m + (1 - kBeta1) * g;
         m = kBeta2 * m + (1 - kBeta2) * g;
         change[i] = direction > 0 ? 1 : direction < 0 ? -1 : 0;
-        // In half a moment may become 0.
-        const double underflow = is_rough && weight.dtype == torch::kHalf ? 0x1p-20 : 0;
+        // A float16 moment may underflow.
+        const double underflow = is_low_precision && weight.dtype == torch::kHalf ? 0x1p-20 : 0;
         const bool is_unclear = std::abs(direction) <= relative * noise[i] + underflow;
         noise[i] = is_unclear && noise[i] > 0 ? 2 / relative : 0;
         break;
       }
-      case Kind::adam:
-      case Kind::adamw:
-      case Kind::lamb: {
+      case OptimizerKind::adam:
+      case OptimizerKind::adamw:
+      case OptimizerKind::lamb: {
         m = kBeta1 * m + (1 - kBeta1) * g;
         v = kBeta2 * v + (1 - kBeta2) * g * g;
         const double mean = m / (1 - std::pow(kBeta1, steps));
         change[i] = mean / (std::sqrt(v / (1 - std::pow(kBeta2, steps))) + kEps);
         noise[i] = std::min(noise[i], 4.0);
-        if (kind == Kind::adam) break;
+        if (kind == OptimizerKind::adam) break;
         change[i] += kDecay * weight.value[i];
         noise[i] += std::abs(kDecay * weight.value[i]);
         break;
@@ -225,13 +223,13 @@ inline void update(Kind kind, PlainWeight& weight, const Vector& gradient, doubl
     }
   }
   double ratio = 1;
-  if (kind == Kind::lamb) {
+  if (kind == OptimizerKind::lamb) {
     const double own = std::sqrt(norm_sq(weight.value));
-    const double of_change = std::sqrt(norm_sq(change));
-    const double of_noise = std::sqrt(norm_sq(noise));
-    if (own != 0 && of_change != 0) {
-      ratio = own / of_change;
-      for (double& one : noise) one += of_noise;
+    const double update_norm = std::sqrt(norm_sq(change));
+    const double noise_norm = std::sqrt(norm_sq(noise));
+    if (own != 0 && update_norm != 0) {
+      ratio = own / update_norm;
+      for (double& one : noise) one += noise_norm;
     }
   }
   for (std::size_t i = 0; i < size; ++i) {
@@ -239,88 +237,89 @@ inline void update(Kind kind, PlainWeight& weight, const Vector& gradient, doubl
     weight.error[i] += relative * lr * ratio * noise[i];
     weight.error[i] += 0x1p-22 * std::abs(weight.value[i]);
   }
-  weight.is_written = false;
+  weight.is_modified = false;
 }
 
-/// How the weights of an optimizer are made and kept.
-struct Recipe {
-  Kind kind = Kind::sgd;
-  bool of_mezzo = true;
-  bool in_master_weights = false;
+/// The optimizer class, the weight storage and the weights of an optimizer.
+struct OptimizerConfig {
+  OptimizerKind kind = OptimizerKind::sgd;
+  bool is_mezzo = true;
+  bool has_master_weights = false;
   WeightStorage storage = WeightStorage::plain;
   torch::ScalarType dtype = torch::kFloat;
-  bool accumulates_in_float = false;
-  bool last_is_norm = false;  ///< the last weight is a batch norm's
+  bool accumulates_in_float32 = false;
+  bool last_weight_is_norm = false;  ///< of batch norm
   torch::ScalarType norm_dtype = torch::kFloat;
   std::size_t weights = 2;
-  bool has_odd_shapes = false;  ///< empty weights, some without dimensions or not contiguous
-  bool has_hooks = false;
-  bool has_frozen = false;
-  bool has_ties = false;
+  bool has_unusual_shapes = false;  ///< empty, zero-dimensional and non-contiguous weights
+  bool has_grad_hooks = false;
+  bool has_frozen_weights = false;
+  bool has_tied_weights = false;
   bool has_schedule = false;
 
-  bool is_norm(std::size_t i) const { return last_is_norm && i + 1 == weights; }
+  bool is_norm(std::size_t i) const { return last_weight_is_norm && i + 1 == weights; }
 
   std::string text() const {
     const char* const kinds[] = {"SGD", "SGD with momentum", "Adam", "AdamW", "Lion", "LAMB"};
     const char* const storages[] = {"plain", "fp32_master", "split_master", "stochastic_rounding"};
     std::ostringstream text;
-    text << (of_mezzo ? "mezzo's " : "ordinary ") << kinds[static_cast<std::size_t>(kind)];
-    if (in_master_weights) text << " in MasterWeights";
-    if (of_mezzo) text << ", " << storages[static_cast<std::size_t>(storage)];
+    text << (is_mezzo ? "mezzo " : "torch ") << kinds[static_cast<std::size_t>(kind)];
+    if (has_master_weights) text << " in MasterWeights";
+    if (is_mezzo) text << ", " << storages[static_cast<std::size_t>(storage)];
     text << ", " << weights << " weights of " << c10::toString(dtype);
-    if (last_is_norm) text << ", the last of " << c10::toString(norm_dtype);
-    if (accumulates_in_float) text << ", accumulate_in_float";
-    if (has_hooks) text << ", with hooks";
-    if (has_frozen) text << ", some frozen";
-    if (has_ties) text << ", some tied";
+    if (last_weight_is_norm) text << ", the last of " << c10::toString(norm_dtype);
+    if (accumulates_in_float32) text << ", accumulate_in_float";
+    if (has_grad_hooks) text << ", with hooks";
+    if (has_frozen_weights) text << ", frozen weights";
+    if (has_tied_weights) text << ", tied weights";
     if (has_schedule) text << ", with a schedule";
     return text.str();
   }
 };
 
-inline Recipe random_recipe(Random& random) {
-  Recipe recipe;
-  recipe.of_mezzo = !random.one_in(3);
-  recipe.kind = static_cast<Kind>(random.below(5));
-  // LAMB is an ordinary optimizer, as torch's are; torch has no Lion.
-  if (!recipe.of_mezzo && recipe.kind == Kind::lion) recipe.kind = Kind::lamb;
-  if (random.one_in(3)) recipe.kind = Kind::sgd;  // which says the most
+inline OptimizerConfig random_config(Random& random) {
+  OptimizerConfig config;
+  config.is_mezzo = !random.one_in(3);
+  config.kind = static_cast<OptimizerKind>(random.below(5));
+  // LAMB is a torch::optim::Optimizer; torch has no Lion.
+  if (!config.is_mezzo && config.kind == OptimizerKind::lion) config.kind = OptimizerKind::lamb;
+  if (random.one_in(3)) config.kind = OptimizerKind::sgd;  // the most sensitive one
   const std::vector<torch::ScalarType> low{torch::kBFloat16, torch::kHalf};
-  if (!recipe.of_mezzo) {
-    recipe.in_master_weights = !random.one_in(3);
-    if (!random.one_in(4)) recipe.dtype = random.of(low);
+  if (!config.is_mezzo) {
+    config.has_master_weights = !random.one_in(3);
+    if (!random.one_in(4)) config.dtype = random.of(low);
   } else if (!random.one_in(4)) {
-    recipe.storage = static_cast<WeightStorage>(random.below(3));
-    if (random.one_in(3)) recipe.storage = WeightStorage::fp32_master;
-    const bool is_split = recipe.storage == WeightStorage::split_master;
-    recipe.dtype = is_split ? torch::kBFloat16 : random.of(low);
-    recipe.accumulates_in_float = random.one_in(5);
+    config.storage = static_cast<WeightStorage>(random.below(3));
+    if (random.one_in(3)) config.storage = WeightStorage::fp32_master;
+    const bool is_split = config.storage == WeightStorage::split_master;
+    config.dtype = is_split ? torch::kBFloat16 : random.of(low);
+    config.accumulates_in_float32 = random.one_in(5);
   }
-  recipe.last_is_norm = random.one_in(3);
-  recipe.weights = static_cast<std::size_t>(1 + random.below(3));
-  return recipe;
+  config.last_weight_is_norm = random.one_in(3);
+  config.weights = static_cast<std::size_t>(1 + random.below(3));
+  return config;
 }
 
 template <class Options>
-Options options_of(const Recipe& recipe) {
+Options make_options(const OptimizerConfig& config) {
   Options options(kLr);
   if constexpr (requires { options.momentum(kMomentum); }) {
-    if (recipe.kind == Kind::momentum) options.momentum(kMomentum);
+    if (config.kind == OptimizerKind::momentum) options.momentum(kMomentum);
   }
   if constexpr (requires { options.betas({kBeta1, kBeta2}); }) {
     options.betas({kBeta1, kBeta2});
-    options.weight_decay(recipe.kind == Kind::adamw || recipe.kind == Kind::lamb ? kDecay : 0);
+    options.weight_decay(
+        config.kind == OptimizerKind::adamw || config.kind == OptimizerKind::lamb ? kDecay : 0);
   }
   if constexpr (requires { options.eps(kEps); }) options.eps(kEps);
   return options;
 }
 
 inline std::unique_ptr<torch::optim::Optimizer> make_optimizer(
-    const Recipe& recipe, const std::vector<Tensor>& parameters) {
+    const OptimizerConfig& config, const std::vector<Tensor>& parameters) {
   const auto make = [&]<class Optimizer, class Options>() {
-    const auto options = options_of<Options>(recipe);
-    const mezzo::optim::WeightStorageOptions weights{.weight_storage = recipe.storage};
+    const auto options = make_options<Options>(config);
+    const mezzo::optim::WeightStorageOptions weights{.weight_storage = config.storage};
     if constexpr (std::is_constructible_v<Optimizer, std::vector<Tensor>, Options,
                                           mezzo::optim::WeightStorageOptions>) {
       return std::make_unique<Optimizer>(parameters, options, weights);
@@ -328,96 +327,98 @@ inline std::unique_ptr<torch::optim::Optimizer> make_optimizer(
       return std::make_unique<Optimizer>(parameters, options);
     }
   };
-  namespace theirs = torch::optim;
-  namespace ours = mezzo::optim;
-  const bool of_mezzo = recipe.of_mezzo;
-  switch (recipe.kind) {
-    case Kind::sgd:
-    case Kind::momentum:
-      if (of_mezzo) return make.template operator()<ours::SGD, ours::SGDOptions>();
-      return make.template operator()<theirs::SGD, theirs::SGDOptions>();
-    case Kind::adam:
-      if (of_mezzo) return make.template operator()<ours::Adam, ours::AdamOptions>();
-      return make.template operator()<theirs::Adam, theirs::AdamOptions>();
-    case Kind::adamw:
-      if (of_mezzo) return make.template operator()<ours::AdamW, ours::AdamWOptions>();
-      return make.template operator()<theirs::AdamW, theirs::AdamWOptions>();
-    case Kind::lion:
-      return make.template operator()<ours::Lion, ours::LionOptions>();
-    case Kind::lamb:
+  namespace torch_optim = torch::optim;
+  namespace mezzo_optim = mezzo::optim;
+  const bool is_mezzo = config.is_mezzo;
+  switch (config.kind) {
+    case OptimizerKind::sgd:
+    case OptimizerKind::momentum:
+      if (is_mezzo) return make.template operator()<mezzo_optim::SGD, mezzo_optim::SGDOptions>();
+      return make.template operator()<torch_optim::SGD, torch_optim::SGDOptions>();
+    case OptimizerKind::adam:
+      if (is_mezzo) return make.template operator()<mezzo_optim::Adam, mezzo_optim::AdamOptions>();
+      return make.template operator()<torch_optim::Adam, torch_optim::AdamOptions>();
+    case OptimizerKind::adamw:
+      if (is_mezzo)
+        return make.template operator()<mezzo_optim::AdamW, mezzo_optim::AdamWOptions>();
+      return make.template operator()<torch_optim::AdamW, torch_optim::AdamWOptions>();
+    case OptimizerKind::lion:
+      return make.template operator()<mezzo_optim::Lion, mezzo_optim::LionOptions>();
+    case OptimizerKind::lamb:
       break;
   }
-  return make.template operator()<ours::LAMB, ours::LAMBOptions>();
+  return make.template operator()<mezzo_optim::LAMB, mezzo_optim::LAMBOptions>();
 }
 
-/// The schedule of an optimizer that has one.
+/// The learning-rate schedule of optimizers with has_schedule.
 inline constexpr mezzo::LinearCurve kCurve{.total_steps = 6, .min_factor = 0.25};
 
-/// The weights of one optimizer, as plain numbers.
-struct PlainSide {
-  Recipe recipe;
-  std::vector<PlainWeight> weights{};
+/// The weights of one optimizer.
+struct ReferenceOptimizer {
+  OptimizerConfig config;
+  std::vector<ReferenceWeight> weights{};
   int64_t applied = 0;
 
-  bool counts() const { return recipe.of_mezzo || recipe.in_master_weights; }
-  bool is_split() const { return recipe.storage == WeightStorage::split_master; }
-  /// Whether master_params gives tensors.
+  bool is_mixed_precision() const { return config.is_mezzo || config.has_master_weights; }
+  bool is_split() const { return config.storage == WeightStorage::split_master; }
+  /// Whether master_params returns tensors.
   bool has_master_params() const {
-    return !is_split() || std::none_of(weights.begin(), weights.end(),
-                                       [](const PlainWeight& one) { return is_16_bit(one.dtype); });
+    return !is_split() ||
+           std::none_of(weights.begin(), weights.end(),
+                        [](const ReferenceWeight& one) { return is_16_bit(one.dtype); });
   }
   bool has_gradient() const {
     return std::any_of(weights.begin(), weights.end(),
-                       [](const PlainWeight& one) { return one.gradient.has_value(); });
+                       [](const ReferenceWeight& one) { return one.gradient.has_value(); });
   }
   bool has_fp16_without_master() const {
-    return std::any_of(weights.begin(), weights.end(), [](const PlainWeight& one) {
+    return std::any_of(weights.begin(), weights.end(), [](const ReferenceWeight& one) {
       return one.gradient && one.gradient->dtype == torch::kHalf && !one.has_master;
     });
   }
   bool is_finite() const {
-    return std::all_of(weights.begin(), weights.end(), [](const PlainWeight& one) {
+    return std::all_of(weights.begin(), weights.end(), [](const ReferenceWeight& one) {
       return !one.gradient || all_finite(one.gradient->values);
     });
   }
   double norm() const {
     double sum = 0;
-    for (const PlainWeight& one : weights) {
+    for (const ReferenceWeight& one : weights) {
       if (one.gradient) sum += norm_sq(one.gradient->values);
     }
     return std::sqrt(sum);
   }
   void zero_grad(bool set_to_none) {
-    for (PlainWeight& one : weights) one.zero_gradient(set_to_none);
+    for (ReferenceWeight& one : weights) one.zero_gradient(set_to_none);
   }
 
-  /// A step with the gradients times `factor`.
+  /// Steps with the gradients multiplied by `factor`.
   void step(double factor) {
-    const double lr_factor = recipe.has_schedule ? kCurve.factor(applied) : 1;
-    for (PlainWeight& one : weights) {
+    const double lr_factor = config.has_schedule ? kCurve.factor(applied) : 1;
+    for (ReferenceWeight& one : weights) {
       if (!one.gradient) continue;
       Vector gradient = one.gradient->values;
       for (double& g : gradient) g *= factor;
-      update(recipe.kind, one, gradient, one.lr * lr_factor);
+      update(config.kind, one, gradient, one.lr * lr_factor);
     }
     ++applied;
   }
 
-  /// `gradients` with a norm above `max_norm` are scaled down, as clip_grad_norm_ does.
+  /// Clips gradients, as clip_grad_norm_ does.
   void clip_norm(double norm, double max_norm) {
     const double factor = clip_factor(norm, max_norm);
-    double tolerance = 2e-5;  // libtorch's norm has the dtype of the gradients
-    for (const PlainWeight& one : weights) {
+    double tolerance = 2e-5;  // libtorch's norm has the gradients' dtype
+    for (const ReferenceWeight& one : weights) {
       if (one.gradient && is_16_bit(one.gradient->dtype)) tolerance = 0x1p-5;
     }
-    for (PlainWeight& one : weights) {
+    for (ReferenceWeight& one : weights) {
       if (!one.gradient) continue;
       for (double& g : one.gradient->values) g *= factor;
       one.gradient->tolerance = tolerance;
     }
   }
   void clip_value(double limit) {
-    for (PlainWeight& one : weights) {
+    for (ReferenceWeight& one : weights) {
       if (!one.gradient) continue;
       for (double& g : one.gradient->values) {
         g = std::isnan(g) ? g : std::clamp(g, -limit, limit);
@@ -426,7 +427,6 @@ struct PlainSide {
   }
 };
 
-/// The numbers of a new weight.
 inline Vector random_weight_values(Random& random, std::size_t size) {
   Vector values;
   for (std::size_t i = 0; i < size; ++i) {
@@ -435,50 +435,50 @@ inline Vector random_weight_values(Random& random, std::size_t size) {
   return values;
 }
 
-/// Sets how a weight is kept.
-inline void keep_as(const Recipe& recipe, torch::ScalarType dtype, PlainWeight& weight) {
+inline void set_weight_storage(const OptimizerConfig& config, torch::ScalarType dtype,
+                               ReferenceWeight& weight) {
   weight.dtype = dtype;
   const bool is_low = is_16_bit(dtype);
   weight.has_master =
-      is_low && (recipe.in_master_weights || recipe.storage == WeightStorage::fp32_master);
-  weight.trains_float =
-      !is_low || weight.has_master || recipe.storage == WeightStorage::split_master;
-  weight.new_gradients = is_low && recipe.accumulates_in_float ? torch::kFloat : dtype;
+      is_low && (config.has_master_weights || config.storage == WeightStorage::fp32_master);
+  weight.updates_float32 =
+      !is_low || weight.has_master || config.storage == WeightStorage::split_master;
+  weight.new_grad_dtype = is_low && config.accumulates_in_float32 ? torch::kFloat : dtype;
 }
 
-inline PlainWeight make_plain_weight(const Recipe& recipe, torch::ScalarType dtype,
-                                     Random& random) {
-  PlainWeight weight;
-  keep_as(recipe, dtype, weight);
+inline ReferenceWeight make_reference_weight(const OptimizerConfig& config, torch::ScalarType dtype,
+                                             Random& random) {
+  ReferenceWeight weight;
+  set_weight_storage(config, dtype, weight);
   auto size = static_cast<std::size_t>(1 + random.below(3));
   weight.shape = {static_cast<int64_t>(size)};
-  if (recipe.has_odd_shapes && random.one_in(2)) {
+  if (config.has_unusual_shapes && random.one_in(2)) {
     const std::vector<std::vector<int64_t>> shapes{{0, 2}, {}, {2, 2}, {3}};
     weight.shape = random.of(shapes);
     size = static_cast<std::size_t>(c10::multiply_integers(weight.shape));
     if (size == 4) weight.layout = Layout::transposed;
   }
-  if (recipe.has_hooks && random.one_in(2)) weight.hook = random.one_in(2) ? 2 : 0.5;
-  weight.is_frozen = recipe.has_frozen && random.one_in(3);
-  weight.is_tied = recipe.has_ties && random.one_in(2);
+  if (config.has_grad_hooks && random.one_in(2)) weight.hook = random.one_in(2) ? 2 : 0.5;
+  weight.is_frozen = config.has_frozen_weights && random.one_in(3);
+  weight.is_tied = config.has_tied_weights && random.one_in(2);
   weight.value = random_weight_values(random, size);
   weight.error.assign(size, 0.0);
   return weight;
 }
 
-inline PlainSide make_plain(const Recipe& recipe, Random& random) {
-  PlainSide side{recipe};
-  for (std::size_t i = 0; i < recipe.weights; ++i) {
-    side.weights.push_back(
-        make_plain_weight(recipe, recipe.is_norm(i) ? recipe.norm_dtype : recipe.dtype, random));
+inline ReferenceOptimizer make_reference(const OptimizerConfig& config, Random& random) {
+  ReferenceOptimizer side{config};
+  for (std::size_t i = 0; i < config.weights; ++i) {
+    side.weights.push_back(make_reference_weight(
+        config, config.is_norm(i) ? config.norm_dtype : config.dtype, random));
   }
   return side;
 }
 
-/// Returns a new weight for the place of `old`.
-inline PlainWeight make_plain_successor(const Recipe& recipe, const PlainWeight& old,
+/// Returns a new weight that replaces `old`.
+inline ReferenceWeight make_replacement(const OptimizerConfig& config, const ReferenceWeight& old,
                                         Random& random) {
-  PlainWeight weight = make_plain_weight(recipe, old.dtype, random);
+  ReferenceWeight weight = make_reference_weight(config, old.dtype, random);
   weight.is_tied = old.is_tied;
   weight.is_late = old.is_late;
   weight.begins_group = old.begins_group;
@@ -486,35 +486,37 @@ inline PlainWeight make_plain_successor(const Recipe& recipe, const PlainWeight&
   return weight;
 }
 
-/// Adds a weight after the others: in a new group if the last one is in a group of its own.
-inline PlainWeight& add_plain_weight(PlainSide& side, torch::ScalarType dtype, Random& random) {
+/// Adds a weight after the others, in a new group if the last weight is in its own group.
+inline ReferenceWeight& add_reference_weight(ReferenceOptimizer& side, torch::ScalarType dtype,
+                                             Random& random) {
   const bool in_new_group = side.weights.back().begins_group || random.one_in(2);
-  PlainWeight& weight = side.weights.emplace_back(make_plain_weight(side.recipe, dtype, random));
+  ReferenceWeight& weight =
+      side.weights.emplace_back(make_reference_weight(side.config, dtype, random));
   weight.is_late = true;
   weight.begins_group = in_new_group;
   if (in_new_group && random.one_in(2)) weight.lr = kLr / 2;
   return weight;
 }
 
-/// Sets a weight to values that are neither the `present` ones of its parameter nor what these are
-/// rounded from, since a master stays where a write is what it rounds to.
-inline void write_plain_weight(PlainWeight& weight, const Vector& present, Random& random) {
-  if (!weight.is_written) weight.trained = weight.value;
-  // A split weight keeps what lies below its last digit.
-  const bool is_split = weight.trains_float && !weight.has_master && is_16_bit(weight.dtype);
+/// Sets a weight to values that differ from those of its parameter and its master: a master keeps
+/// its value if the parameter is set to the rounded master.
+inline void write_reference_weight(ReferenceWeight& weight, const Vector& present, Random& random) {
+  if (!weight.is_modified) weight.trained = weight.value;
+  // A split weight keeps its low bits.
+  const bool is_split = weight.updates_float32 && !weight.has_master && is_16_bit(weight.dtype);
   for (std::size_t k = 0; k < present.size(); ++k) {
     weight.value[k] = static_cast<double>(random.below(33) - 16) / 4;
     const auto is_close = [&](double other) { return std::abs(weight.value[k] - other) < 0.125; };
     while (is_close(present[k]) || is_close(weight.trained[k])) weight.value[k] += 1;
     weight.error[k] = is_split ? half_ulp(weight.dtype) * std::abs(weight.value[k]) : 0;
   }
-  weight.is_written = true;
+  weight.is_modified = true;
 }
 
-// --- Their tensors -----------------------------------------------------------------------------
+// --- Tensors -----------------------------------------------------------------------------------
 
-inline Tensor make_parameter(const PlainWeight& one, torch::ScalarType dtype) {
-  Tensor parameter = tensor_of(one.value, dtype, one.shape);
+inline Tensor make_parameter(const ReferenceWeight& one, torch::ScalarType dtype) {
+  Tensor parameter = make_tensor(one.value, dtype, one.shape);
   if (one.layout == Layout::transposed) {
     parameter = torch::empty_strided(one.shape, {1, 2}, dtype).copy_(parameter);
   }
@@ -525,16 +527,16 @@ inline Tensor make_parameter(const PlainWeight& one, torch::ScalarType dtype) {
   return parameter.requires_grad_(!one.is_frozen);
 }
 
-/// Of a parameter that the groups get behind the optimizer's back, it sets the dtype of gradients
-/// at the next step only.
-inline Tensor make_late_parameter(const PlainWeight& one) {
+/// Sets grad_dtype, which the optimizer would set only at its next step for a parameter that is
+/// added to its groups directly.
+inline Tensor make_late_parameter(const ReferenceWeight& one) {
   const Tensor parameter = make_parameter(one, one.dtype);
-  if (one.new_gradients != one.dtype) parameter.set_grad_dtype(one.new_gradients);
+  if (one.new_grad_dtype != one.dtype) parameter.set_grad_dtype(one.new_grad_dtype);
   return parameter;
 }
 
-/// Returns a group of one parameter, with options of its own where its rate is its own.
-inline torch::optim::OptimizerParamGroup make_group(const PlainWeight& weight,
+/// Returns a group of one parameter, with options if its learning rate is not the default.
+inline torch::optim::OptimizerParamGroup make_group(const ReferenceWeight& weight,
                                                     const Tensor& parameter,
                                                     const torch::optim::OptimizerOptions& options,
                                                     bool has_options = false) {
@@ -545,24 +547,24 @@ inline torch::optim::OptimizerParamGroup make_group(const PlainWeight& weight,
   return group;
 }
 
-/// Takes `parameter` out of an optimizer's groups, and returns its place there. Removes its state
-/// too, unless mezzo is to find out that the parameter is gone.
-inline Tensor& vacated_place_of(torch::optim::Optimizer& optimizer, const Tensor& parameter,
-                                bool is_left_to_mezzo) {
+/// Resets `parameter` in an optimizer's groups, and returns a reference to it. Erases its state,
+/// except for mezzo's optimizers, which must detect the removal.
+inline Tensor& clear_parameter_slot(torch::optim::Optimizer& optimizer, const Tensor& parameter,
+                                    bool is_mezzo) {
   for (auto& group : optimizer.param_groups()) {
-    for (Tensor& place : group.params()) {
-      if (!place.is_same(parameter)) continue;
-      if (!is_left_to_mezzo) optimizer.state().erase(place.unsafeGetTensorImpl());
-      place = Tensor();  // a new parameter may get the address of the old one
-      return place;
+    for (Tensor& slot : group.params()) {
+      if (!slot.is_same(parameter)) continue;
+      if (!is_mezzo) optimizer.state().erase(slot.unsafeGetTensorImpl());
+      slot = Tensor();  // so that a new parameter may get the same address
+      return slot;
     }
   }
-  throw std::logic_error("the optimizer has lost a parameter");
+  throw std::logic_error("the parameter is in no group");
 }
 
-/// Moves the gradients that have the dtype of the first one into the memory of a flat tensor, as
-/// data-parallel training does.
-inline void put_gradients_in_bucket(const std::vector<Tensor>& parameters) {
+/// Moves the gradients that have the dtype of the first one into a flat tensor, as
+/// DistributedDataParallel does.
+inline void move_grads_to_bucket(const std::vector<Tensor>& parameters) {
   const torch::NoGradGuard no_grad;
   std::vector<Tensor> owners;
   std::vector<Tensor> flat;
@@ -577,19 +579,19 @@ inline void put_gradients_in_bucket(const std::vector<Tensor>& parameters) {
   int64_t at = 0;
   for (const Tensor& one : owners) {
     const Tensor part = bucket.narrow(0, at, one.numel()).view(one.sizes());
-    one.mutable_grad() = torch::empty({0}, bucket.options())  // no view: zero_grad detaches it
+    one.mutable_grad() = torch::empty({0}, bucket.options())  // not a view: zero_grad detaches it
                              .set_(bucket.storage(), at, part.sizes(), part.strides());
     at += one.numel();
   }
 }
 
-/// Returns a gradient that no step can take: of another dtype or of another shape.
-inline Tensor bad_gradient(const Tensor& parameter, bool has_shape) {
+/// Returns a gradient for which every step throws: of another dtype or shape.
+inline Tensor make_bad_gradient(const Tensor& parameter, bool has_shape) {
   return has_shape ? torch::ones_like(parameter.detach(), torch::kInt)
                    : torch::ones({7}, parameter.scalar_type());
 }
 
-/// Small numbers that add up exactly, in 16 bits too: eighths up to 15 of them.
+/// Small numbers whose sums are exact in 16 bits: multiples of 1/8 up to 15/8.
 inline Vector random_gradient(Random& random, std::size_t size, bool with_inf) {
   Vector gradient;
   for (std::size_t i = 0; i < size; ++i) {
@@ -601,9 +603,9 @@ inline Vector random_gradient(Random& random, std::size_t size, bool with_inf) {
   return gradient;
 }
 
-// --- Comparing ---------------------------------------------------------------------------------
+// --- Comparison --------------------------------------------------------------------------------
 
-/// The lines of a program, and what was wrong.
+/// The lines of a program, and its failures.
 class Report {
  public:
   template <class... Parts>
@@ -616,7 +618,7 @@ class Report {
   void fail(const Parts&... parts) {
     std::ostringstream text;
     (text << ... << parts);
-    lines_.push_back("WRONG: " + text.str());
+    lines_.push_back("FAILED: " + text.str());
     failed_ = true;
   }
   bool failed() const { return failed_; }
@@ -631,91 +633,92 @@ class Report {
   bool failed_ = false;
 };
 
-inline bool is_near(double actual, double expected, double tolerance) {
+inline bool is_close(double actual, double expected, double tolerance) {
   if (std::isnan(expected)) return std::isnan(actual);
   if (!std::isfinite(expected)) return actual == expected;
   return std::abs(actual - expected) <= tolerance;
 }
 
-inline bool are_near(const Vector& actual, const Vector& expected, const Vector& tolerance) {
+inline bool are_close(const Vector& actual, const Vector& expected, const Vector& tolerance) {
   if (actual.size() != expected.size()) return false;
   for (std::size_t i = 0; i < actual.size(); ++i) {
-    if (!is_near(actual[i], expected[i], tolerance[i])) return false;
+    if (!is_close(actual[i], expected[i], tolerance[i])) return false;
   }
   return true;
 }
 
-/// The float that an optimizer of mezzo's trains in place of `parameter`, where it keeps one.
-inline std::optional<Vector> kept_value(const torch::optim::Optimizer& optimizer,
-                                        const Tensor& parameter) {
+/// Returns the float32 value that a mezzo optimizer stores for `parameter`, if any.
+inline std::optional<Vector> read_fp32_value(const torch::optim::Optimizer& optimizer,
+                                             const Tensor& parameter) {
   const auto found = optimizer.state().find(parameter.unsafeGetTensorImpl());
   if (found == optimizer.state().end()) return std::nullopt;
   const auto* const slot =
       dynamic_cast<const mezzo::detail::FusedParamStateBase*>(found->second.get());
   if (slot == nullptr) return std::nullopt;
-  if (slot->master.defined()) return values_of(slot->master);
+  if (slot->master.defined()) return read_values(slot->master);
   if (!slot->low_bits.defined()) return std::nullopt;
-  return values_of(mezzo::detail::combine_with_low_bits(parameter, slot->low_bits));
+  return read_values(mezzo::detail::combine_with_low_bits(parameter, slot->low_bits));
 }
 
-/// Takes what is trained as the present value, after it was compared.
-inline void compare_value(PlainWeight& plain, const Vector& actual, Report& report,
+/// Compares the float32 value, and continues from the actual one.
+inline void compare_value(ReferenceWeight& plain, const Vector& actual, Report& report,
                           const std::string& name) {
   Vector tolerance = plain.error;
   for (std::size_t i = 0; i < tolerance.size(); ++i) {
     tolerance[i] += 0x1p-22 * std::abs(plain.value[i]) + 1e-7;
   }
-  if (!are_near(actual, plain.value, tolerance)) {
-    report.fail(name, " is trained to ", words(actual), "; right is ", words(plain.value),
-                ", within ", words(tolerance));
+  if (!are_close(actual, plain.value, tolerance)) {
+    report.fail(name, " is ", format(actual), "; expected ", format(plain.value), ", within ",
+                format(tolerance));
   }
   plain.value = actual;
   std::fill(plain.error.begin(), plain.error.end(), 0.0);
 }
 
-inline void compare_weight(PlainWeight& plain, const Tensor& parameter,
+inline void compare_weight(ReferenceWeight& plain, const Tensor& parameter,
                            const torch::optim::Optimizer& optimizer, Report& report,
                            const std::string& name) {
-  const Vector actual = values_of(parameter);
+  const Vector actual = read_values(parameter);
   Vector tolerance = plain.error;
   const double unit = half_ulp(plain.dtype);
   for (std::size_t i = 0; i < tolerance.size(); ++i) {
-    // Of 16 bits that are trained as they are one in the last place; of others half a one.
-    const double ulps = plain.trains_float ? 1.01 : 2.02;
+    // One ulp for 16-bit weights without a float32 value, half an ulp for others.
+    const double ulps = plain.updates_float32 ? 1.01 : 2.02;
     tolerance[i] += ulps * unit * (std::abs(plain.value[i]) + tolerance[i]) + 1e-7;
   }
-  if (parameter.scalar_type() != plain.dtype || !are_near(actual, plain.value, tolerance)) {
-    report.fail(name, " is ", words(actual), " of ", c10::toString(parameter.scalar_type()),
-                "; right is ", words(plain.value), ", within ", words(tolerance));
+  if (parameter.scalar_type() != plain.dtype || !are_close(actual, plain.value, tolerance)) {
+    report.fail(name, " is ", format(actual), " of ", c10::toString(parameter.scalar_type()),
+                "; expected ", format(plain.value), ", within ", format(tolerance));
   }
-  if (!plain.trains_float || !is_16_bit(plain.dtype)) {
+  if (!plain.updates_float32 || !is_16_bit(plain.dtype)) {
     plain.value = actual;
     std::fill(plain.error.begin(), plain.error.end(), 0.0);
-  } else if (const auto kept = kept_value(optimizer, parameter); kept && !plain.is_written) {
+  } else if (const auto kept = read_fp32_value(optimizer, parameter); kept && !plain.is_modified) {
     compare_value(plain, *kept, report, "what " + name + " is rounded from");
   }
 }
 
-inline void compare_gradient(PlainWeight& plain, const Tensor& parameter, Report& report,
+inline void compare_gradient(ReferenceWeight& plain, const Tensor& parameter, Report& report,
                              const std::string& name) {
   const Tensor& gradient = parameter.grad();
   if (gradient.defined() != plain.gradient.has_value()) {
-    return report.fail(name, ".grad is ", gradient.defined() ? words(values_of(gradient)) : "none",
-                       "; right is ", plain.gradient ? words(plain.gradient->values) : "none");
+    return report.fail(name, ".grad is ",
+                       gradient.defined() ? format(read_values(gradient)) : "none", "; expected ",
+                       plain.gradient ? format(plain.gradient->values) : "none");
   }
   if (!gradient.defined()) return;
-  const Vector actual = values_of(gradient);
+  const Vector actual = read_values(gradient);
   Vector tolerance(actual.size(), 0.0);
   for (std::size_t i = 0; i < actual.size() && plain.gradient->tolerance > 0; ++i) {
     tolerance[i] = plain.gradient->tolerance * std::abs(plain.gradient->values[i]) + 1e-7;
   }
   if (gradient.scalar_type() != plain.gradient->dtype ||
-      !are_near(actual, plain.gradient->values, tolerance)) {
-    report.fail(name, ".grad is ", words(actual), " of ", c10::toString(gradient.scalar_type()),
-                "; right is ", words(plain.gradient->values), " of ",
-                c10::toString(plain.gradient->dtype), ", within ", words(tolerance));
+      !are_close(actual, plain.gradient->values, tolerance)) {
+    report.fail(name, ".grad is ", format(actual), " of ", c10::toString(gradient.scalar_type()),
+                "; expected ", format(plain.gradient->values), " of ",
+                c10::toString(plain.gradient->dtype), ", within ", format(tolerance));
   }
   plain.gradient->values = actual;
 }
 
-}  // namespace step_programs
+}  // namespace randomized_training

@@ -1,6 +1,5 @@
 /// \file
-/// Loss scaling as a value: the options of a loss scale, and the options by which it moves. It
-/// knows no tensor, optimizer or device, and runs on the host and in a kernel.
+/// GradScalerOptions, and the update of a loss scale on the host and in kernels.
 #pragma once
 
 #include <mezzo/base/detail/float_bits.h>
@@ -16,87 +15,86 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
-/// The smallest floor at which the scale and its reciprocal are both normal, finite floats: 2^-126.
+/// 2^-126: the smallest scale that is normal and has a finite reciprocal in float32.
 inline constexpr double kDefaultMinScale = std::numeric_limits<float>::min();
 
-/// No ceiling other than kMaxGrownScale.
+/// No upper bound other than kMaxGrownScale.
 inline constexpr double kNoMaxScale = std::numeric_limits<double>::infinity();
 
-/// The largest scale that growth reaches, 2^126: its reciprocal is the smallest normal float. A
-/// subnormal reciprocal loses bits, and is 0 if subnormals are flushed.
+/// 2^126: growth stops here, since a larger scale has a subnormal reciprocal, which loses precision
+/// and is 0 if subnormals are flushed.
 inline constexpr float kMaxGrownScale = 1 / std::numeric_limits<float>::min();
 
-/// The ceiling of Apex's dynamic loss scale, 2^24.
+/// 2^24: the maximum of Apex's dynamic loss scale.
 inline constexpr double kApexMaxScale = 16777216.0;
 
-/// How a loss scale moves.
+/// How a loss scale changes.
 enum class LossScaleMode : uint8_t {
   none,    ///< constant 1
   fixed,   ///< constant
-  dynamic  ///< up after clean iterations, down after an inf or NaN
+  dynamic  ///< grows after iterations without inf/NaN, backs off after an inf or NaN
 };
 
 namespace detail {
 
-/// A number without a name. Constructors refuse it, since it could be any of the options.
+/// A number that does not name its option. Constructors that take options reject it.
 template <class T>
 concept BareNumber = std::is_arithmetic_v<T>;
 
 }  // namespace detail
 
-/// The part of a loss scale that changes from one iteration to the next.
+/// The state of a loss scale.
 struct LossScaleState {
-  float scale = 1.0F;              ///< factor of the loss, positive and finite
-  int32_t growth_tracker = 0;      ///< clean iterations since the scale last moved
-  int32_t hysteresis_tracker = 1;  ///< overflows in a row, from now, until the scale backs off
+  float scale = 1.0F;              ///< positive and finite
+  int32_t growth_tracker = 0;      ///< consecutive iterations without inf/NaN or a change of scale
+  int32_t hysteresis_tracker = 1;  ///< consecutive overflows until the scale backs off
 
   friend bool operator==(const LossScaleState&, const LossScaleState&) = default;
 };
 
-/// The options of a loss scale, and of the GradScaler that moves it: torch.amp's arguments in their
-/// order, then mezzo's own. An aggregate: `GradScaler({.init_scale = 1024, .enabled = is_half})`.
-/// Defaults are those of torch.amp.GradScaler, except `min_scale`.
+/// Options of GradScaler: torch.amp's arguments in torch's order and with its defaults, then
+/// mezzo's. An aggregate: `GradScaler({.init_scale = 1024, .enabled = is_fp16})`.
 ///
-/// The options by which the scale moves is `next`:
+/// `next` computes the scale of the next iteration without tensors:
 /// \code
-///   auto options = mezzo::GradScalerOptions::dynamic({.init_scale = 1024, .growth_interval = 100});
-///   auto state = options.initial_state();
-///   state = options.next(state, /*found_inf=*/true);  // 512
+///   auto options = mezzo::GradScalerOptions::dynamic({.init_scale = 1024});
+///   mezzo::LossScaleState state = options.initial_state();
+///   state = options.next(state, /*found_inf=*/true);  // state.scale == 512
 /// \endcode
 struct GradScalerOptions {
-  /// The scale before the first iteration, or the constant scale if `mode` is fixed; above 0.
+  /// The initial scale, or the constant scale if `mode` is fixed; above 0.
   double init_scale = 65536.0;
-  /// The scale is multiplied by this after `growth_interval` clean iterations in a row; above 1.
+  /// Factor of the scale after `growth_interval` consecutive iterations without inf/NaN; above 1.
   double growth_factor = 2.0;
-  /// The scale is multiplied by this after an iteration with an inf or NaN; between 0 and 1.
+  /// Factor of the scale after an iteration with an inf or NaN; between 0 and 1.
   double backoff_factor = 0.5;
-  /// The number of clean iterations in a row after which the scale grows; at least 1.
+  /// Number of consecutive iterations without inf/NaN after which the scale grows; at least 1.
   int64_t growth_interval = 2000;
-  /// If `false`, the scale is 1, nothing is checked, and `step` always steps.
+  /// If false, the scale is 1, and `step` always steps, without a check.
   bool enabled = true;
 
-  /// The floor of the scale. 0 means no floor, as in torch: after 150 backoffs from 1 the scale is
-  /// 0, and stays 0.
+  /// Lower bound of the scale. 0 is torch's behavior: after 150 backoffs from 1 the scale is 0, and
+  /// never grows again.
   double min_scale = kDefaultMinScale;
-  /// The ceiling of the scale.
+  /// Upper bound of the scale.
   double max_scale = kNoMaxScale;
-  /// The number of overflows in a row after which the scale backs off; each of them skips its step.
-  /// At least 1.
+  /// Number of consecutive overflows, each of which skips its step, after which the scale backs
+  /// off; at least 1.
   int64_t hysteresis = 1;
-  /// `none` and `fixed` keep the scale at 1 or init_scale, and still skip a step with inf or NaN.
+  /// With `none` the scale is 1, with `fixed` init_scale. Steps with inf or NaN are skipped.
   LossScaleMode mode = LossScaleMode::dynamic;
 
-  /// Whether `unscale_` accepts fp16 gradients (of fp16 parameters without master weights). They
-  /// underflow easily, so torch.amp refuses them.
+  /// Allows unscaling fp16 gradients of fp16 parameters without master weights, for which torch.amp
+  /// throws, since they underflow.
   bool allow_fp16_gradients = false;
-  /// The number of this scaler in the line about a skipped step, for programs with several scalers.
+  /// Identifies the scaler in the message about a skipped step.
   int64_t loss_id = 0;
 
-  /// Returns a scale that stays 1.
+  /// Returns the options of a scale that is always 1.
   static GradScalerOptions none() { return {.init_scale = 1.0, .mode = LossScaleMode::none}; }
 
-  /// Returns a constant scale, such as 128. The bounds apply to a scale that is set by hand
-  /// (GradScaler::update). \throws c10::Error as `validated` does
+  /// Returns the options of a constant scale. The bounds apply to GradScaler::update(new_scale).
+  /// \throws c10::Error as `validated` does
   static GradScalerOptions fixed(double scale, double min_scale = kDefaultMinScale,
                                  double max_scale = kNoMaxScale) {
     return GradScalerOptions{.init_scale = scale,
@@ -106,34 +104,31 @@ struct GradScalerOptions {
         .validated();
   }
 
-  /// Returns a scale that backs off on overflow and grows after `growth_interval` clean iterations
-  /// in a row. \throws c10::Error as `validated` does
+  /// Returns validated options of a dynamic scale. \throws c10::Error as `validated` does
   static GradScalerOptions dynamic(const GradScalerOptions& options) {
     TORCH_CHECK(options.mode == LossScaleMode::dynamic,
-                "GradScalerOptions::dynamic: mode is another; leave it out, or give it to "
-                "GradScaler({...})");
+                "GradScalerOptions::dynamic: mode must be LossScaleMode::dynamic; omit it, or pass "
+                "the options to GradScaler({...})");
     return options.validated();
   }
-  /// Returns torch.amp's default.
+  /// Returns torch.amp's defaults.
   static GradScalerOptions dynamic() { return {}; }
 
-  /// Returns these options, with the scale and its bounds rounded to float, and 1 for
-  /// LossScaleMode::none. Whoever takes a GradScalerOptions calls it.
-  /// \throws c10::Error for a number out of range, even one that `mode` does not use, naming it and
-  ///   its range
+  /// Returns these options with the scale (1 for LossScaleMode::none) and its bounds rounded to
+  /// float32. Every function that takes a GradScalerOptions validates it with this.
+  /// \throws c10::Error for a value out of range, even if `mode` does not use it
   GradScalerOptions validated() const;
 
   /// Returns the state before the first iteration.
   LossScaleState initial_state() const noexcept;
 
-  /// Returns the state after an iteration. Bit-equal to `at::_amp_update_scale_`, except that torch
-  /// has no min_scale, max_scale or hysteresis, and grows beyond kMaxGrownScale. For a dynamic
-  /// scale:
+  /// Returns the state after an iteration, bitwise identical to `at::_amp_update_scale_`, except
+  /// for min_scale, max_scale, hysteresis and kMaxGrownScale. For a dynamic scale:
   ///
   ///     if found_inf:
   ///         growth_tracker = 0
   ///         if hysteresis_tracker > 1: hysteresis_tracker -= 1
-  ///         else:                   scale = clamp(float(scale * backoff_factor))
+  ///         else:                      scale = clamp(float(scale * backoff_factor))
   ///     else:
   ///         hysteresis_tracker = hysteresis
   ///         growth_tracker += 1
@@ -142,12 +137,12 @@ struct GradScalerOptions {
   ///             grown = float(scale * growth_factor)
   ///             if isfinite(grown): scale = clamp(min(grown, max(scale, kMaxGrownScale)))
   ///
-  /// Products are computed in double and rounded to float. As in torch, the tracker is compared for
-  /// equality: an interval lowered below the present tracker takes effect after the next overflow.
-  /// The tracker stops at 2^31 - 1.
+  /// Products are computed in float64 and rounded to float32. As in torch, an interval that is set
+  /// below the current growth_tracker takes effect after the next overflow. growth_tracker
+  /// saturates at 2^31 - 1.
   C10_HOST_DEVICE LossScaleState next(LossScaleState state, bool found_inf) const noexcept;
 
-  /// Returns `scale` forced into [min_scale, max_scale]; NaN stays NaN.
+  /// Returns `scale` clamped to [min_scale, max_scale]; NaN stays NaN.
   C10_HOST_DEVICE float clamp(float scale) const noexcept {
     if (scale < min_scale) scale = static_cast<float>(min_scale);
     return scale > max_scale ? static_cast<float>(max_scale) : scale;
@@ -160,11 +155,10 @@ namespace detail {
 
 inline constexpr double kFloatMax = std::numeric_limits<float>::max();
 
-/// Whether `value` is neither inf nor NaN. Reads the bits, since under -ffast-math the compiler may
-/// assume that there is no NaN. Callers test this before they compare.
+/// Returns whether `value` is neither inf nor NaN, also under -ffast-math.
 inline bool is_finite(double value) noexcept { return !is_nonfinite(value); }
 
-/// Whether `value` rounds to a positive float.
+/// Returns whether `value` rounds to a positive float32.
 inline bool is_positive_float(double value) noexcept {
   return value >= std::numeric_limits<float>::denorm_min();
 }
@@ -193,7 +187,7 @@ inline GradScalerOptions GradScalerOptions::validated() const {
   TORCH_CHECK(is_finite(min_scale) && (min_scale == 0 || is_positive_float(min_scale)) &&
                   min_scale <= kFloatMax,
               "min_scale is ", min_scale,
-              "; it must be 0 (no floor, as in torch) or a positive, finite float");
+              "; it must be 0 (no lower bound, as in torch) or a positive, finite float");
   const bool max_scale_is_nan = !is_finite(max_scale) && !detail::is_positive_infinity(max_scale);
   TORCH_CHECK(!max_scale_is_nan && is_positive_float(max_scale) && max_scale >= min_scale,
               "max_scale is ", max_scale, "; it must be positive and not below min_scale (",
@@ -233,8 +227,8 @@ C10_HOST_DEVICE inline LossScaleState GradScalerOptions::next(LossScaleState sta
   state.growth_tracker = 0;
   const auto grown = static_cast<float>(state.scale * growth_factor);
   if (!detail::is_nonfinite(grown)) {
-    constexpr float kMost = kMaxGrownScale;  // which device code knows only as a local constant
-    const float highest = state.scale > kMost ? state.scale : kMost;
+    constexpr float kLimit = kMaxGrownScale;  // device code cannot read the global constant
+    const float highest = state.scale > kLimit ? state.scale : kLimit;
     state.scale = clamp(grown < highest ? grown : highest);
   }
   return state;

@@ -1,6 +1,5 @@
 /// \file
-/// MixedPrecisionPolicy as a value: the dtypes of a model's weights, of its computation and of its
-/// results.
+/// MixedPrecisionPolicy: the dtypes of a model's weights, computation and results.
 #pragma once
 
 #include <mezzo/base/detail/dtype_names.h>
@@ -23,20 +22,20 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// Returns a tensor of one of the four dtypes as `dtype`, and any other as it is.
+/// Casts a tensor of a training dtype (float32, bfloat16, float16, float64) to `dtype`.
 inline at::Tensor cast_if_training_dtype(const at::Tensor& tensor, at::ScalarType dtype) {
   return tensor.defined() && is_training_dtype(tensor.scalar_type()) ? tensor.to(dtype) : tensor;
 }
 
-/// Returns `value` with its tensors cast to the dtype of a MixedPrecisionPolicy's `member`.
+/// Returns `value` with its tensors cast to `dtype`, the MixedPrecisionPolicy's `member`.
 template <class T>
 OwningType<T> cast_tensors(T&& value, const char* member, at::ScalarType dtype) {
   TORCH_CHECK(is_training_dtype(dtype), "MixedPrecisionPolicy: ", member, " is ", dtype_name(dtype),
               "; it should be float32, bfloat16, float16 or float64");
   static_assert(
       contains_tensors<OwningType<T>>(),
-      "mezzo::MixedPrecisionPolicy: this type holds no tensors that a cast could reach; give it a "
-      "tensor, a container of tensors, or a struct with tensors()");
+      "mezzo::MixedPrecisionPolicy: this type contains no tensors; pass a tensor, a container "
+      "of tensors, or a struct with tensors()");
   return map_tensors(std::forward<T>(value), [dtype](const at::Tensor& tensor) {
     return cast_if_training_dtype(tensor, dtype);
   });
@@ -44,35 +43,33 @@ OwningType<T> cast_tensors(T&& value, const char* member, at::ScalarType dtype) 
 
 }  // namespace detail
 
-/// The dtypes of a model's weights, of its computation and of its results, each float32, bfloat16,
-/// float16 or float64. jmp calls it a Policy.
+/// The dtypes of a model's weights, computation and results, each float32, bfloat16, float16 or
+/// float64. jmp's Policy:
 ///
-///     mezzo::MixedPrecisionPolicy mixed{.compute_dtype = torch::kBFloat16};           // the others are float32
-///     auto precision = mezzo::MixedPrecisionPolicy::parse("params=float32,compute=bfloat16,output=float32");
-///     auto output = precision.cast_to_output(net(precision.cast_to_compute(batch)));
+///     mezzo::MixedPrecisionPolicy mixed{.compute_dtype = torch::kBFloat16};
+///     auto policy = mezzo::MixedPrecisionPolicy::parse("p=f32,c=bf16,o=f32");
+///     auto output = policy.cast_to_output(net(policy.cast_to_compute(batch)));
 ///
-/// Casts are differentiable, keep the tensor's device, and do not copy a tensor that has the dtype
-/// already. Any thread.
+/// Casts are differentiable, keep the device, and return the same tensor if it has the dtype.
+/// Thread-safe.
 struct MixedPrecisionPolicy {
-  at::ScalarType param_dtype = at::ScalarType::Float;    ///< what the weights are kept in
-  at::ScalarType compute_dtype = at::ScalarType::Float;  ///< what the forward pass runs in
-  at::ScalarType output_dtype = at::ScalarType::Float;   ///< what the results are handed on in
+  at::ScalarType param_dtype = at::ScalarType::Float;    ///< dtype of the weights
+  at::ScalarType compute_dtype = at::ScalarType::Float;  ///< dtype of the forward pass
+  at::ScalarType output_dtype = at::ScalarType::Float;   ///< dtype of the results
 
-  /// Parses the text that `to_string` writes, and jmp's short forms: "p=f32,c=bf16,o=f32", or one
-  /// dtype for all three, "bfloat16". Order and white space do not matter. Defaults are jmp's:
-  /// params is float32, compute equals params, output equals compute. Dtypes: float32, f32, float,
-  /// full; bfloat16, bf16; float16, f16, half (also on devices where jmp would take bfloat16);
-  /// float64, f64, double.
-  /// \throws c10::Error naming the part that was not understood, and the accepted forms
+  /// Parses the text of `to_string`, jmp's short form "p=f32,c=bf16,o=f32", or one dtype for all
+  /// three, "bfloat16". Order and white space do not matter. Defaults are jmp's: params is float32,
+  /// compute equals params, output equals compute. Dtypes: float32, f32, float, full; bfloat16,
+  /// bf16; float16, f16, half; float64, f64, double.
+  /// \throws c10::Error with the invalid part and the accepted forms
   static MixedPrecisionPolicy parse(std::string_view text);
 
   /// Returns `value` with its float32, bfloat16, float16 and float64 tensors cast to `param_dtype`.
-  /// All other tensors (integers, bool, complex, float8, quantized, undefined) stay as they are. A
-  /// value is a tensor, or an optional, pair, tuple, array, vector or map of values, nested to any
-  /// depth, or a struct that lists its tensors (`auto tensors() { return std::tie(logits, loss);
-  /// }`). An lvalue is copied, an rvalue moved from; an ArrayRef becomes a vector. To cast a
-  /// module, use its `to(dtype)`.
-  /// \throws c10::Error if `param_dtype` is none of the four dtypes
+  /// Other tensors (integers, bool, complex, float8, quantized, undefined) are not cast. A value is
+  /// a tensor, or an optional, pair, tuple, array, vector or map of values, nested to any depth, or
+  /// a struct with `auto tensors() { return std::tie(logits, loss); }`. An lvalue is copied, an
+  /// rvalue moved; an ArrayRef becomes a vector. Use `to(dtype)` to cast a module.
+  /// \throws c10::Error if `param_dtype` is not one of the four dtypes
   template <class T>
   [[nodiscard]] auto cast_to_param(T&& value) const {
     return detail::cast_tensors(std::forward<T>(value), "param_dtype", param_dtype);
@@ -94,20 +91,20 @@ struct MixedPrecisionPolicy {
   friend bool operator==(const MixedPrecisionPolicy&, const MixedPrecisionPolicy&) = default;
 };
 
-inline std::ostream& operator<<(std::ostream& stream, const MixedPrecisionPolicy& precision);
+inline std::ostream& operator<<(std::ostream& stream, const MixedPrecisionPolicy& policy);
 
 inline MixedPrecisionPolicy MixedPrecisionPolicy::parse(std::string_view text) {
-  const auto trimmed = [](std::string_view part) {
+  const auto trim = [](std::string_view part) {
     constexpr std::string_view kBlanks = " \t\r\n";
     const auto first = std::min(part.find_first_not_of(kBlanks), part.size());
     return part.substr(first, part.find_last_not_of(kBlanks) + 1 - first);
   };
   const auto dtype = [&](std::string_view name) {
-    name = trimmed(name);
-    const auto found = detail::parse_dtype(name);
-    TORCH_CHECK(found.has_value(), "MixedPrecisionPolicy \"", text, "\": \"", name,
-                "\" is not a dtype; known are ", detail::kKnownDtypes);
-    return *found;
+    name = trim(name);
+    const auto parsed = detail::parse_dtype(name);
+    TORCH_CHECK(parsed.has_value(), "MixedPrecisionPolicy \"", text, "\": \"", name,
+                "\" is not a dtype; choose from ", detail::kKnownDtypes);
+    return *parsed;
   };
   if (text.find_first_of("=,") == std::string_view::npos) {
     return {.param_dtype = dtype(text), .compute_dtype = dtype(text), .output_dtype = dtype(text)};
@@ -115,27 +112,28 @@ inline MixedPrecisionPolicy MixedPrecisionPolicy::parse(std::string_view text) {
   std::optional<at::ScalarType> param, compute, output;
   for (std::string_view rest = text;;) {
     const auto comma = rest.find(',');
-    const auto part = trimmed(rest.substr(0, comma));
+    const auto part = trim(rest.substr(0, comma));
     const auto equals = part.find('=');
     TORCH_CHECK(equals != std::string_view::npos, "MixedPrecisionPolicy \"", text, "\": \"", part,
                 "\" should be key=dtype; keys are params (p), compute (c) and output (o)");
-    const auto key = trimmed(part.substr(0, equals));
+    const auto key = trim(part.substr(0, equals));
     const bool is_param = key == "params" || key == "param" || key == "p";
     const bool is_compute = key == "compute" || key == "c";
     TORCH_CHECK(is_param || is_compute || key == "output" || key == "o", "MixedPrecisionPolicy \"",
                 text, "\": \"", key,
-                "\" is not a key; known are params (p), compute (c) and output (o)");
+                "\" is not a key; choose from params (p), compute (c) and output (o)");
     auto& target = is_param ? param : is_compute ? compute : output;
     TORCH_CHECK(!target.has_value(), "MixedPrecisionPolicy \"", text, "\": \"", key,
-                "\" is given twice; leave one of them out");
+                "\" is specified twice; remove one of them");
     target = dtype(part.substr(equals + 1));
     if (comma == std::string_view::npos) break;
     rest.remove_prefix(comma + 1);
   }
-  const at::ScalarType weights = param.value_or(at::ScalarType::Float);
-  const at::ScalarType computed = compute.value_or(weights);
-  return {
-      .param_dtype = weights, .compute_dtype = computed, .output_dtype = output.value_or(computed)};
+  const at::ScalarType param_dtype = param.value_or(at::ScalarType::Float);
+  const at::ScalarType compute_dtype = compute.value_or(param_dtype);
+  return {.param_dtype = param_dtype,
+          .compute_dtype = compute_dtype,
+          .output_dtype = output.value_or(compute_dtype)};
 }
 
 inline std::string MixedPrecisionPolicy::to_string() const {
@@ -145,8 +143,8 @@ inline std::string MixedPrecisionPolicy::to_string() const {
 }
 
 /// Writes `to_string()`.
-inline std::ostream& operator<<(std::ostream& stream, const MixedPrecisionPolicy& precision) {
-  return stream << precision.to_string();
+inline std::ostream& operator<<(std::ostream& stream, const MixedPrecisionPolicy& policy) {
+  return stream << policy.to_string();
 }
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

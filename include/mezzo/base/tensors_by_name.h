@@ -1,5 +1,5 @@
 /// \file
-/// Tensors with their names in a model.
+/// TensorsByName: tensors with their names in a model.
 #pragma once
 
 #include <mezzo/base/version.h>
@@ -14,14 +14,14 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
-/// Parameters or buffers under the names that errors and reports call them by, such as
-/// `model->named_parameters().pairs()`. The tensors are the model's own.
+/// Parameters or buffers with the names that errors and reports use, such as
+/// `model->named_parameters().pairs()`. The tensors share the model's storage.
 using TensorsByName = std::vector<std::pair<std::string, at::Tensor>>;
 
 namespace detail {
 
-/// Collects the defined tensors of a module's lists, each once, under its first name. Tied weights
-/// have several names. A list is libtorch's, of a module in C++ or in TorchScript.
+/// Collects the defined tensors of `named_parameters()` or `named_buffers()` of C++ and TorchScript
+/// modules, each once. A tied weight has its first name.
 class UniqueTensorCollector {
  public:
   template <class List>
@@ -29,7 +29,7 @@ class UniqueTensorCollector {
     return collect_if(list, [](const at::Tensor&) { return true; });
   }
 
-  /// Collects only tensors of a floating dtype.
+  /// Collects floating-point tensors only.
   template <class List>
   TensorsByName collect_floating(const List& list) {
     return collect_if(list, [](const at::Tensor& tensor) { return tensor.is_floating_point(); });

@@ -1,22 +1,22 @@
 /// \file
-/// Saves the whole state of a training run in one file: model, optimizer, scaler, schedule, random
-/// states and the position in the data. A kill or a full disk at any moment leaves either the old
-/// file or the new one intact. Damage is detected before anything is loaded.
+/// Saves the training state in one file: model, optimizer, scaler, schedule, RNG states and
+/// position in the data. A crash or a full disk leaves either the old or the new file intact.
+/// Corrupt files are detected before anything is loaded.
 ///
-/// The file is one that torch.save writes. Python reads it without mezzo:
+/// The format is torch.save's, so Python reads checkpoints without mezzo:
 /// \code{.py}
 ///   checkpoint = torch.load("runs/ner/checkpoint-000012-step-3400.pt", weights_only=True)
 ///   model.load_state_dict(checkpoint["model"])
-///   optimizer.load_state_dict(checkpoint["optimizer"])      # of Adam, AdamW or SGD
+///   optimizer.load_state_dict(checkpoint["optimizer"])      # Adam, AdamW or SGD
 ///   checkpoint["mezzo"]["step"], checkpoint["epoch"]
 /// \endcode
-/// A file that Python wrote by `torch.save({"model": model.state_dict(), "optimizer":
-/// optimizer.state_dict()}, path)` loads too. load_state_dict loads a file by
-/// `torch.save(model.state_dict(), path)`.
+/// Files that Python wrote with `torch.save({"model": model.state_dict(), "optimizer":
+/// optimizer.state_dict()}, path)` load too; load_state_dict reads `torch.save(model.state_dict(),
+/// path)`.
 #pragma once
 
 #include <mezzo/base/version.h>
-#include <mezzo/checkpoint/detail/checkpoint_directory.h>
+#include <mezzo/checkpoint/detail/directory_lock.h>
 #include <mezzo/checkpoint/detail/stateful.h>
 
 #include <cstdint>
@@ -30,8 +30,7 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
-/// Names the objects that make up a training run. Holds references: the objects must outlive it.
-/// Make it once; save and load it any number of times.
+/// The objects of a training run, by name. Holds references: every object must outlive it.
 ///
 /// \code
 ///   mezzo::TrainingState state;
@@ -39,41 +38,41 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 ///   state.add("schedule", schedule).add("epoch", epoch).add_rng_state();
 /// \endcode
 ///
-/// Objects are loaded in the order in which they were added, but objects that go through torch's
-/// archives (a schedule, a scaler, an Ema) after all others.
+/// Objects are loaded in the order in which they were added, except that objects that serialize
+/// through torch archives (schedules, scalers, Ema) are loaded last.
 class TrainingState {
  public:
-  /// Adds `object` under `name`. `object` may be
-  /// - a module, a ModuleHolder (`torch::nn::Linear`), or a std::shared_ptr to a module: its
-  ///   parameters and buffers, which keep their memory. A holder or pointer may be given another
-  ///   module later. The file must have the same names, dtypes and shapes;
-  /// - any torch::optim::Optimizer, or a pointer to one; mezzo's with masters, averages and step
-  ///   counts. The file must be of the same class, over parameters of the same shapes and names in
-  ///   the same order. An optimizer class of your own goes through its `save` and `load`;
+  /// Adds `object` under `name`. Supported types:
+  /// - a module, a module holder (`torch::nn::Linear`) or a std::shared_ptr to a module: its
+  ///   parameters and buffers, loaded in place. A holder or pointer may be reassigned later. Names,
+  ///   dtypes and shapes in the checkpoint must match;
+  /// - a torch::optim::Optimizer or a pointer to one, with its master weights, averages and step
+  ///   counts. The checkpoint must have the same class and the same parameter groups, with equal
+  ///   shapes and names in the same order. Custom classes use their own `save` and `load`;
   /// - MasterWeights;
   /// - any other type that torch::save and torch::load accept: GradScaler, LrSchedule, Ema;
   /// - an integer, a bool, a float or double, a std::string, a tensor, a std::vector of integers or
-  ///   real numbers (an epoch's shuffled order; its length may change), or a
-  ///   std::map<std::string, double>: the position in the data;
-  /// - an at::Generator, or an engine of the standard library (std::mt19937);
-  /// - a std::vector<at::Tensor>; loading copies into the tensors' memory.
-  /// Loading gives optimizers' states and single tensors new memory: capture CUDA graphs after it.
-  /// An undefined tensor is loaded to the CPU; all others stay on their devices.
-  /// \throws c10::Error for an empty name, the name "mezzo", or a name that is already taken
+  ///   real numbers (such as a shuffled order; its length may change), or a
+  ///   std::map<std::string, double>;
+  /// - an at::Generator, or a standard library engine (std::mt19937);
+  /// - a std::vector<at::Tensor>, loaded in place.
+  /// Optimizer states and single tensors get new memory at load: capture CUDA graphs afterwards.
+  /// Tensors keep their devices; an undefined tensor is loaded to the CPU.
+  /// \throws c10::Error for an empty name, the name "mezzo", or a name that is already in use
   template <class T>  // moved on, which clang-tidy does not see in a template
   // NOLINTNEXTLINE(performance-unnecessary-value-param)
   TrainingState& add(std::string name, T& object) {
     return add_entry(std::move(name), detail::make_stateful(object), /*is_per_rank=*/false);
   }
 
-  /// Adds an object of any other type by two callables:
+  /// Adds a value through two callables:
   ///
   ///     state.add("loader", [&] { return loader.position(); },
   ///               [&](std::int64_t position) { loader.seek(position); });
   ///
-  /// \param save  called when a state is saved. Returns a copyable value of one of the types above:
-  ///   a number, string, tensor, vector of integers or engine
-  /// \param load  called with what `save` returned
+  /// \param save  called at each save. Returns a copyable value: a number, string, tensor, vector
+  ///   of integers or engine
+  /// \param load  called at each load with the value that `save` returned
   template <class Save, class Load>
   // NOLINTNEXTLINE(performance-unnecessary-value-param)
   TrainingState& add(std::string name, Save save, Load load) {
@@ -82,22 +81,21 @@ class TrainingState {
                      /*is_per_rank=*/false);
   }
 
-  /// Adds an object whose value differs between ranks, such as a
-  /// rank's own generator or position in the data. DistributedCheckpointManager
-  /// (distributed/checkpoint_manager.h) saves the value of every rank. CheckpointManager treats it
-  /// like any other object; from a file of several ranks it loads rank 0's value, with a warning.
+  /// Adds an object that differs between ranks, such as a generator or a position in the data.
+  /// DistributedCheckpointManager saves the value of every rank. CheckpointManager saves it like
+  /// any other object, and loads rank 0's value from a distributed checkpoint, with a warning.
   template <class T>
   // NOLINTNEXTLINE(performance-unnecessary-value-param)
   TrainingState& add_per_rank(std::string name, T& object) {
     return add_entry(std::move(name), detail::make_stateful(object), /*is_per_rank=*/true);
   }
 
-  /// Adds the default generators of the CPU and of each CUDA device, for each rank, under the name
-  /// "rng_state". Initialises CUDA if there is a device. If the number of CUDA devices has
-  /// changed, loading warns and sets the generators of the devices that are present.
+  /// Adds the default generators of the CPU and of every CUDA device as a per-rank object named
+  /// "rng_state". Initializes CUDA if there is a device. If the number of CUDA devices has changed,
+  /// loading warns and sets the generators of the devices that exist.
   TrainingState& add_rng_state();
 
-  /// Returns the objects, for those who save and load.
+  /// Returns the entries in the order in which they were added.
   const std::vector<detail::CheckpointEntry>& entries() const noexcept { return entries_; }
 
  private:
@@ -106,39 +104,38 @@ class TrainingState {
   std::vector<detail::CheckpointEntry> entries_;
 };
 
-/// A file that `save` wrote.
+/// Result of saving a checkpoint.
 struct SavedCheckpoint {
-  std::filesystem::path path;    ///< with its directory
-  std::uint64_t size_bytes = 0;  ///< size of the file
+  std::filesystem::path path;
+  std::uint64_t size_bytes = 0;
 };
 
-/// A file that was loaded.
+/// Result of loading a checkpoint.
 struct LoadedCheckpoint {
-  std::filesystem::path path;  ///< with its directory
-  std::int64_t step = 0;       ///< as it was given to `save`
+  std::filesystem::path path;
+  std::int64_t step = 0;  ///< the `step` argument of `save`
 };
 
 /// Options for loading a checkpoint.
 struct LoadOptions {
-  /// Whether the file may hold objects that the state does not name, which are then ignored: for
-  /// loading the model alone.
+  /// Ignores objects in the checkpoint that the state does not name, for example to load the model
+  /// alone.
   bool ignore_unexpected = false;
 };
 
-/// Options for a directory of checkpoints.
+/// Options of CheckpointManager.
 struct CheckpointManagerOptions {
-  /// The number of newest files to keep; at least 1. With two or more, a corrupt file has a
-  /// predecessor to fall back to. Files that were found corrupt do not count. There is one more
-  /// file while a new one is written.
+  /// Number of most recent checkpoints to keep; >= 1. With two or more, loading can fall back to
+  /// the previous checkpoint if the latest is corrupt. Checkpoints known to be corrupt do not
+  /// count. One more file exists while a checkpoint is written.
   std::int64_t max_to_keep = 2;
-  /// Called with a message for each corrupt file, and for each failure of the system after a file
-  /// was in place: an old file that cannot be removed, and, once, a file that cannot be closed or a
-  /// directory that cannot be flushed, so that the file may not survive a crash of the machine. By
-  /// default the messages are libtorch warnings (TORCH_WARN).
+  /// Called with a message for each corrupt checkpoint, and for errors after a checkpoint was
+  /// renamed: an old checkpoint that cannot be removed and, once, a failed close or fsync, after
+  /// which the checkpoint may not survive a system crash. Defaults to TORCH_WARN.
   std::function<void(const std::string&)> on_warning = nullptr;
 };
 
-/// A directory of checkpoints of one training run.
+/// Manages the checkpoints of one training run in a directory.
 ///
 /// \code
 ///   mezzo::CheckpointManager checkpoints("runs/ner", {.max_to_keep = 2});
@@ -147,56 +144,52 @@ struct CheckpointManagerOptions {
 ///   if (step % 1000 == 0) checkpoints.save(state, step);
 /// \endcode
 ///
-/// Files are named "checkpoint-000012-step-3400.pt": the twelfth that was saved. The newest file is
-/// the one that was saved last, whatever its step.
+/// The twelfth checkpoint of a directory is named "checkpoint-000012-step-3400.pt". The latest
+/// checkpoint is the last one saved, whatever its step.
 ///
-/// A directory has one writer. The first `save` takes a lock, which the destructor or the end of
-/// the process releases, whether or not forked children live on. If the directory or its lock was
-/// removed, the next `save` makes them anew. A relative directory is found from the working
-/// directory at construction. With several processes let one save, or use
-/// DistributedCheckpointManager. Reading takes no lock; any process may read. One thread at a time.
-/// Save at the end of an iteration, after `scaler.update()`.
+/// A directory has one writer at a time: the first `save` acquires a lock, which the destructor or
+/// the end of the process releases; forked children do not inherit it. If the directory or its lock
+/// file is removed, the next `save` recreates it. Reading takes no lock. A relative directory is
+/// resolved at construction. In a multi-process run use DistributedCheckpointManager, or save on
+/// one process. Not thread-safe. Save at the end of an iteration, after `scaler.update()`.
 class CheckpointManager {
  public:
-  /// Writes nothing; `save` creates the directory. Warns if another process is saving to it.
+  /// Does not create the directory. Warns if another process holds its lock.
   /// \throws c10::Error unless max_to_keep is at least 1
   explicit CheckpointManager(const std::filesystem::path& directory,
                              CheckpointManagerOptions options = {});
 
-  /// Writes a temporary file with a CRC-32C of its bytes, flushes it to the disk, renames it,
-  /// flushes the directory, and removes files beyond `max_to_keep`. Waits for the devices, and
-  /// needs host memory for a copy of one device tensor at a time.
-  /// \throws c10::Error if an object cannot be saved (sparse buffers, which could not be loaded
-  ///   again; parameters that hold averages, see EmaGuard), if the system refuses (a full disk), or
-  ///   if another process saves here. Existing files are then untouched
+  /// Writes and fsyncs a temporary file, renames it, fsyncs the directory and removes checkpoints
+  /// beyond `max_to_keep`. Synchronizes with the devices; copies one device tensor at a time to the
+  /// host. Strong exception guarantee.
+  /// \throws c10::Error if an object cannot be saved (for example a sparse buffer, or parameters
+  ///   under an EmaGuard), on system errors (disk full), and if another process saves here
   SavedCheckpoint save(const TrainingState& state, std::int64_t step);
 
-  /// Loads the newest intact file, and returns its path and step. Returns none if there are no
-  /// checkpoints. Skips a file that is corrupt, cannot be opened or is not a checkpoint, with a
-  /// warning that names it and the reason.
+  /// Loads the latest intact checkpoint; returns nullopt if there are no checkpoints. Skips files
+  /// that are corrupt, cannot be opened or are not checkpoints, with a warning.
   ///
-  /// Everything is checked before the first object changes. If an object itself then refuses its
-  /// value (an `operator>>` or a callable of yours), the error names it; those before it are
-  /// loaded.
-  /// \throws c10::Error if there are files and none is intact; for a file of a newer format; if a
-  ///   name or kind, a module's parameter, or an optimizer's class, weight storage or parameter
-  ///   (shape; name, if the state has the model) differs from the file's, naming it. mezzo's and
-  ///   libtorch's optimizers of the same name accept each other's state
+  /// Checks everything before changing any object. Only a user-defined `operator>>` or callable can
+  /// throw later; the objects before it are then already loaded.
+  /// \throws c10::Error if all checkpoints are corrupt, for a checkpoint of a newer format, and for
+  ///   a mismatch: names and types of objects, names, shapes and dtypes of tensors, class,
+  ///   weight storage and parameters of an optimizer. mezzo and torch optimizers of the same name
+  ///   load each other's state
   std::optional<LoadedCheckpoint> load_latest(const TrainingState& state,
                                               const LoadOptions& options = {});
 
-  /// Loads the file of this step; if there are several, the one that was saved last.
-  /// \throws c10::Error as `load_latest` does, if the file is corrupt, and if there is no file of
-  ///   this step (naming the steps that exist)
+  /// Loads the checkpoint of `step`; of several, the last one saved.
+  /// \throws c10::Error as load_latest, if the checkpoint is corrupt, and if there is none of this
+  ///   step (listing the steps that exist)
   LoadedCheckpoint load(const TrainingState& state, std::int64_t step,
                         const LoadOptions& options = {});
 
-  /// Returns all checkpoints, corrupt ones too, the newest first.
+  /// Returns the paths of all checkpoints, including corrupt ones, latest first.
   std::vector<std::filesystem::path> checkpoints() const;
 
  private:
   SavedCheckpoint write(const c10::IValue& root_dict, std::int64_t step);
-  void skip_corrupt(const std::filesystem::path& file, const std::string& words);
+  void skip_corrupt(const std::filesystem::path& path, const std::string& reason);
   void warn(const std::string& text) const;
 
   friend class DistributedCheckpointManager;
@@ -210,48 +203,49 @@ class CheckpointManager {
   std::set<std::filesystem::path> corrupt_;
 };
 
-/// Saves to one file of your choice, which replaces an existing file atomically, as
-/// CheckpointManager does. Follows links, and keeps an existing file's mode. Takes no lock: of
-/// several writers at a time, the last one's file stays.
-/// \throws c10::Error as CheckpointManager::save, and if the path is a directory, a pipe or a device
-SavedCheckpoint save_checkpoint(const std::filesystem::path& file, const TrainingState& state,
+/// Saves to `path`, replacing an existing file atomically. Follows symlinks and preserves the mode
+/// of an existing file. Takes no lock: of concurrent writers the last one wins.
+/// \throws c10::Error as CheckpointManager::save, and if `path` is not a regular file
+SavedCheckpoint save_checkpoint(const std::filesystem::path& path, const TrainingState& state,
                                 std::int64_t step = 0);
 
-/// Loads one file of your choice. \throws c10::Error as `load_latest` does, and if the file is
-/// corrupt
-LoadedCheckpoint load_checkpoint(const std::filesystem::path& file, const TrainingState& state,
+/// Loads the checkpoint at `path`.
+/// \throws c10::Error as CheckpointManager::load_latest, and if the file is corrupt
+LoadedCheckpoint load_checkpoint(const std::filesystem::path& path, const TrainingState& state,
                                  const LoadOptions& options = {});
 
 namespace detail {
 
-/// Writes the state_dict of the module that `state` holds under "model"; see save_state_dict.
-SavedCheckpoint write_state_dict(const std::filesystem::path& file, const TrainingState& state);
+/// Writes the state_dict of the module under "model".
+SavedCheckpoint write_state_dict(const std::filesystem::path& path, const TrainingState& state);
 
 }  // namespace detail
 
-/// Saves only a module, as Python's `torch.save(model.state_dict(), file)` does. Python's
-/// `model.load_state_dict(torch.load(file))` and mezzo's load_state_dict read the file. Replaces
-/// the file atomically.
-/// \param model  a module, a holder or a std::shared_ptr to one
-/// \throws c10::Error as save_checkpoint does
+/// Saves the state_dict of a module, as Python's `torch.save(model.state_dict(), path)`. Python's
+/// `model.load_state_dict(torch.load(path))` and load_state_dict read it. Replaces `path`
+/// atomically.
+/// \param model  a module, a module holder or a std::shared_ptr to a module
+/// \throws c10::Error as save_checkpoint
 template <class M>
-SavedCheckpoint save_state_dict(const std::filesystem::path& file, M& model) {
-  static_assert(detail::ModelHandle<M> || detail::ModuleVariable<M>,
-                "mezzo::save_state_dict: give a module, a holder or a std::shared_ptr to one; "
-                "save_checkpoint saves other objects");
-  return detail::write_state_dict(file, TrainingState().add("model", model));
+SavedCheckpoint save_state_dict(const std::filesystem::path& path, M& model) {
+  static_assert(
+      detail::ModelHandle<M> || detail::ModuleVariable<M>,
+      "mezzo::save_state_dict: pass a module, a module holder or a std::shared_ptr to a module; "
+      "save_checkpoint saves other objects");
+  return detail::write_state_dict(path, TrainingState().add("model", model));
 }
 
-/// Loads a module from a file that save_state_dict or Python's `torch.save(model.state_dict(),
-/// file)` wrote, or from a checkpoint that has the module under the name "model". Floating tensors
-/// of another dtype are cast to the module's, with a warning, except from a mezzo checkpoint.
-/// \throws c10::Error as load_checkpoint does, and then changes nothing
+/// Loads a module from a file written by save_state_dict or by Python's `torch.save(
+/// model.state_dict(), path)`, or from a checkpoint that has it under "model". Floating-point
+/// tensors are cast to the module's dtypes, with a warning, except from a mezzo checkpoint.
+/// \throws c10::Error as load_checkpoint. Strong exception guarantee
 template <class M>
-void load_state_dict(const std::filesystem::path& file, M& model) {
-  static_assert(detail::ModelHandle<M> || detail::ModuleVariable<M>,
-                "mezzo::load_state_dict: give a module, a holder or a std::shared_ptr to one; "
-                "load_checkpoint loads other objects");
-  load_checkpoint(file, TrainingState().add("model", model), {.ignore_unexpected = true});
+void load_state_dict(const std::filesystem::path& path, M& model) {
+  static_assert(
+      detail::ModelHandle<M> || detail::ModuleVariable<M>,
+      "mezzo::load_state_dict: pass a module, a module holder or a std::shared_ptr to a module; "
+      "load_checkpoint loads other objects");
+  load_checkpoint(path, TrainingState().add("model", model), {.ignore_unexpected = true});
 }
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -1,7 +1,5 @@
 /// \file
-/// A model that several processes train together, each on its part of the batch. They begin with
-/// the same weights, and gradients are averaged while the backward pass makes them.
-/// (grad_reducer.h does not include libtorch's modules, which take twelve seconds to compile.)
+/// DistributedDataParallel: trains one model on all ranks.
 #pragma once
 
 #include <mezzo/base/model_refs.h>
@@ -26,40 +24,39 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
-/// Options of DistributedDataParallel. All ranks have the same; the constructor compares them.
+/// Options of DistributedDataParallel; equal on all ranks.
 struct DistributedDataParallelOptions {
-  /// The most bytes of a bucket of gradients, as in GradReducerOptions.
+  /// Maximum size of a gradient bucket in bytes; see GradReducerOptions.
   int64_t bucket_cap_bytes = kDefaultBucketCapBytes;
-  /// Whether the ranks get rank 0's buffers (running statistics and other registered buffers)
-  /// before each training forward, so that the models stay equal.
+  /// Broadcasts buffers (such as running statistics) from rank 0 before each training forward.
   bool broadcast_buffers = true;
-  /// bfloat16 or half: gradients are sent in this dtype, as in GradReducerOptions.
+  /// bfloat16 or float16: reduces gradients in this dtype; see GradReducerOptions.
   std::optional<at::ScalarType> reduce_dtype = std::nullopt;
 };
 
 namespace detail {
 
-/// The part of DistributedDataParallel that does not depend on the model's type.
+/// Implementation of DistributedDataParallel that does not depend on the model's type.
 class DdpState {
  public:
   DdpState(const torch::nn::Module& module, const BackendPtr& backend,
            const DistributedDataParallelOptions& options)
-      : parameters_(once_.collect(module.named_parameters())),
-        buffers_(once_.collect(module.named_buffers())),
+      : parameters_(collector_.collect(module.named_parameters())),
+        buffers_(collector_.collect(module.named_buffers())),
         backend_(check_backend(backend, "DistributedDataParallel")),
-        broadcasts_(options.broadcast_buffers),
-        all_reduce_(
-            broadcast_and_select_trained(), backend,
+        broadcasts_buffers_(options.broadcast_buffers),
+        grad_reducer_(
+            broadcast_and_get_trainable(), backend,
             {.bucket_cap_bytes = options.bucket_cap_bytes, .reduce_dtype = options.reduce_dtype}) {
     for (const auto& named : parameters_) {
       if (!named.second.requires_grad()) frozen_.push_back(named);
     }
   }
 
-  GradReducer& all_reduce() noexcept { return all_reduce_; }
+  GradReducer& grad_reducer() noexcept { return grad_reducer_; }
 
-  /// Version counters do not change, as they do not when modules write their running statistics: a
-  /// second forward may come before the first one's backward.
+  /// Does not bump version counters, as modules do not when they update running statistics: a
+  /// second forward may precede the backward of the first one.
   void broadcast_buffers() const {
     std::vector<at::Tensor> tensors;
     for (const auto& [name, buffer] : buffers_) tensors.push_back(buffer.variable_data());
@@ -71,81 +68,79 @@ class DdpState {
     for (const auto& [name, parameter] : frozen_) {
       TORCH_CHECK(!parameter.requires_grad(), "DistributedDataParallel on rank ",
                   backend_->getRank(), ": the parameter ", name,
-                  " was frozen when this was made, and now requires grad; make a new "
-                  "DistributedDataParallel, so that its gradients are reduced too");
+                  " was frozen at construction and requires grad now; construct a new "
+                  "DistributedDataParallel, so that its gradient is reduced");
     }
-    if (broadcasts_ && !all_reduce_.is_no_sync()) broadcast_buffers();
+    if (broadcasts_buffers_ && !grad_reducer_.is_no_sync()) broadcast_buffers();
   }
 
  private:
-  /// Gives all ranks rank 0's values; returns the parameters that require grad.
-  std::vector<at::Tensor> broadcast_and_select_trained() const {
-    TensorsByName all = parameters_;  // a buffer is no parameter, though it may require grad
+  /// Broadcasts parameters and buffers from rank 0. Returns the parameters that require grad.
+  std::vector<at::Tensor> broadcast_and_get_trainable() const {
+    TensorsByName all = parameters_;  // buffers are detached: they are not trainable
     for (const auto& [name, buffer] : buffers_) all.emplace_back(name, buffer.detach());
-    auto trained = verify_and_broadcast(
-        all, backend_, broadcasts_ ? "broadcast_buffers: on\n" : "broadcast_buffers: off\n");
-    TORCH_CHECK(!trained.empty(), "DistributedDataParallel on rank ", backend_->getRank(),
-                ": no parameter of the model requires grad, so there is nothing to train together; "
-                "call the model itself");
-    return trained;
+    auto trainable = verify_and_broadcast(
+        all, backend_,
+        broadcasts_buffers_ ? "broadcast_buffers: on\n" : "broadcast_buffers: off\n");
+    TORCH_CHECK(!trainable.empty(), "DistributedDataParallel on rank ", backend_->getRank(),
+                ": DistributedDataParallel is not needed when a module doesn't have any parameter "
+                "that requires a gradient; call the model directly");
+    return trainable;
   }
 
-  UniqueTensorCollector once_;  // has a tensor of several names under the first one
+  UniqueTensorCollector collector_;  // lists tensors once, under their first name
   TensorsByName parameters_, buffers_, frozen_;
   BackendPtr backend_;
-  bool broadcasts_;
-  GradReducer all_reduce_;
+  bool broadcasts_buffers_;
+  GradReducer grad_reducer_;
 };
 
 }  // namespace detail
 
-/// Trains one model on all ranks of a c10d backend, as torch's DistributedDataParallel does. The
-/// backend is a backend: a MpiBackend, make_gloo_backend's, a ProcessGroupNCCL with the program's
-/// own options and time-outs, or `process_group->getBackend(torch::kCUDA)`. A backend of some of
-/// the ranks trains a model on those ranks alone.
+/// Data-parallel training as torch.nn.parallel.DistributedDataParallel. `backend` is an MpiBackend,
+/// make_gloo_backend's, a ProcessGroupNCCL or `process_group->getBackend(torch::kCUDA)`, of all
+/// ranks or of a subgroup.
 ///
 /// \code
-///   mezzo::DistributedDataParallel ddp(model, world);               // all ranks have rank 0's weights
+///   mezzo::DistributedDataParallel ddp(model, world);    // broadcasts rank 0's weights
 ///   mezzo::optim::AdamW optimizer(model->parameters(), 2e-5);
 ///   mezzo::GradScaler scaler;
-///   for (auto& batch : *part_of_this_rank) {
+///   for (auto& batch : *rank_loader) {
 ///     ddp->zero_grad();
-///     scaler.scale(criterion(ddp(batch.data), batch.target)).backward();  // of all ranks now
+///     scaler.scale(criterion(ddp(batch.data), batch.target)).backward();  // averages gradients
 ///     scaler.step(optimizer, {.max_norm = 1.0});         // on all ranks, or on none
 ///     scaler.update();
 ///   }
 /// \endcode
 ///
 /// `M` is a module holder (torch::nn::Linear, any TORCH_MODULE, mezzo::AutocastModule) or a
-/// std::shared_ptr to a module. The model is shared, not copied: `ddp->` is the model, and its
-/// state dict has the model's own names.
+/// std::shared_ptr to a module. The model is shared, not copied: `ddp->` accesses it, and its state
+/// dict keeps its keys.
 ///
-/// When `backward()` returns, each gradient is the average over the ranks and still carries the
-/// loss scale. All ranks have the same bits, so that they skip the same steps. Parameters that
-/// require grad when the DistributedDataParallel is made are trained. GradReducer documents
-/// parameters that only some ranks use, and errors. Use a DistributedDataParallel from one thread
-/// at a time; `backward()` may run in any thread.
+/// `backward()` returns scaled gradients that are averaged over the ranks and bitwise identical on
+/// all of them, so that all ranks skip the same steps. Parameters that require grad at construction
+/// are trained. See GradReducer for parameters that only some ranks use, and for errors. Not
+/// thread-safe; `backward()` may run in any thread.
 template <detail::ModelHandle M>
 class DistributedDataParallel {
  public:
-  /// All ranks call it together, with models of the same names, shapes, dtypes and frozen
-  /// parameters. Waits until the ranks have rank 0's values.
-  /// \throws c10::Error, on every rank, naming the first rank whose model or options differ and
-  ///   where; for an empty holder, and for a model without a parameter to train
+  /// Collective call of all ranks, with models of equal names, shapes, dtypes and requires_grad.
+  /// Blocks until rank 0's parameters and buffers are broadcast.
+  /// \throws c10::Error for an empty holder and for a model without trainable parameters; on all
+  ///   ranks, naming the first rank and the difference, if models or options differ
   explicit DistributedDataParallel(M model, c10::intrusive_ptr<c10d::Backend> backend,
                                    const DistributedDataParallelOptions& options = {})
-      : model_(std::move(model)), state_(module_of_model(), backend, options) {}
+      : model_(std::move(model)), state_(get_module(), backend, options) {}
   DistributedDataParallel(const DistributedDataParallel&) = delete;
   DistributedDataParallel& operator=(const DistributedDataParallel&) = delete;
 
-  /// Calls the model's forward with its arguments, default ones included, and returns its result.
-  /// In training (the module's `is_training()`, gradients enabled, no `no_sync()`) all ranks call
-  /// it together, for buffers are broadcast before; otherwise a rank may call it alone.
-  /// \throws c10::Error if a parameter that was frozen at the start requires grad now
+  /// Calls the model's forward, with its default arguments. Collective call in training (the
+  /// module's `is_training()`, gradients enabled, no `no_sync()`), because buffers are broadcast.
+  /// \throws c10::Error if a parameter that was frozen at construction requires grad
   template <class... Args>
   decltype(auto) operator()(Args&&... args) {
-    state_.begin_forward(module_of_model().is_training());
-    // AutocastModule's call operator knows the default arguments.
+    state_.begin_forward(get_module().is_training());
+    // AutocastModule has default arguments in its call operator.
     if constexpr (requires { model_->forward(std::forward<Args>(args)...); }) {
       return model_->forward(std::forward<Args>(args)...);
     } else {
@@ -153,35 +148,32 @@ class DistributedDataParallel {
     }
   }
 
-  /// Returns the model.
   const M& module() const noexcept { return model_; }
-  /// Returns the model.
   auto operator->() const { return detail::module_pointer(model_); }
 
-  /// Returns the buckets of the trained parameters' gradients.
-  GradBuckets& buckets() noexcept { return state_.all_reduce().buckets(); }
+  /// Returns the gradient buckets of the trainable parameters.
+  GradBuckets& buckets() noexcept { return state_.grad_reducer().buckets(); }
 
   /// Returns a guard under which backward passes only accumulate on this rank, and buffers are not
-  /// broadcast: for all micro-batches of a step but the last.
+  /// broadcast: for all micro-batches except the last.
   ///
   ///     {
   ///       const auto no_sync = ddp.no_sync();
   ///       criterion(ddp(first.data), first.target).backward();
   ///     }
   ///     criterion(ddp(last.data), last.target).backward();
-  [[nodiscard]] NoSyncGuard no_sync() { return state_.all_reduce().no_sync(); }
+  [[nodiscard]] NoSyncGuard no_sync() { return state_.grad_reducer().no_sync(); }
 
-  /// Gives all ranks rank 0's buffers, as every training forward does. All ranks call it. Call it
-  /// before an evaluation, for the last training forward has changed the buffers of each rank. The
-  /// buffers' version counters do not change, as they do not when modules write their statistics.
+  /// Broadcasts buffers from rank 0, as every training forward does. Collective call. Use it before
+  /// an evaluation, because the last training forward has changed the buffers of each rank. Does
+  /// not bump version counters.
   void broadcast_buffers() { state_.broadcast_buffers(); }
 
  private:
-  const torch::nn::Module& module_of_model() const {
+  const torch::nn::Module& get_module() const {
     const auto pointer = detail::module_pointer(model_);
     TORCH_CHECK(pointer != nullptr,
-                "DistributedDataParallel: `model` is empty; construct the module before its holder "
-                "is passed");
+                "DistributedDataParallel: `model` is empty; construct the module first");
     return *pointer;
   }
 

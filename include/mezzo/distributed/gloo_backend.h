@@ -1,6 +1,5 @@
 /// \file
-/// Gloo for the processes of a job: tensors on the CPU, without MPI. Part of the target
-/// mezzo::gloo.
+/// Gloo as c10d backend, for CPU tensors. Part of the target mezzo::gloo.
 #pragma once
 
 #include <mezzo/base/version.h>
@@ -15,27 +14,27 @@
 
 #if !defined(USE_C10D_GLOO) || !__has_include(<gloo/context.h>)
 #error \
-    "this header needs Gloo's headers: link the target mezzo::gloo, find_package(mezzo COMPONENTS gloo)"
+    "this header requires Gloo's headers: link the target mezzo::gloo, find_package(mezzo COMPONENTS gloo)"
 #endif
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
-/// Returns libtorch's Gloo backend over `size` processes, of which this one is number `rank`.
+/// Returns libtorch's Gloo backend.
 ///
 /// \code
-///   const auto environment = mezzo::DistributedEnvironment::from_env();   // torchrun, srun, mpirun
-///   const auto world = mezzo::make_gloo_backend(mezzo::rendezvous_store(environment), environment.rank,
-///                                          environment.world_size);
+///   const auto environment = mezzo::DistributedEnvironment::from_env();  // torchrun, srun, mpirun
+///   const auto world = mezzo::make_gloo_backend(mezzo::rendezvous_store(environment),
+///                                               environment.rank, environment.world_size);
 ///   mezzo::DistributedDataParallel ddp(model, world);
 /// \endcode
 ///
-/// As PyTorch does, Gloo listens at the network interfaces that GLOO_SOCKET_IFNAME lists, separated
-/// by commas, or else at the address of this machine's name. Set the variable for ranks on several
-/// machines: on many machines the own name stands for the loopback.
+/// As in PyTorch, Gloo uses the network interfaces in GLOO_SOCKET_IFNAME, separated by commas, or
+/// else the address of the host name. Set the variable for multi-node runs: the host name often
+/// resolves to the loopback interface.
+/// \param size  world size
 /// \param timeout  of connecting, and of each collective
-/// \throws c10::Error if the others do not come within `timeout`, cannot be reached, or there is no
-///   such interface
+/// \throws c10::Error if ranks do not connect within `timeout`, or an interface does not exist
 inline c10::intrusive_ptr<c10d::ProcessGroupGloo> make_gloo_backend(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
     std::chrono::milliseconds timeout = std::chrono::minutes(30)) {

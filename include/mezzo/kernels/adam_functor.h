@@ -11,26 +11,26 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// The coefficients of Adam and AdamW for one step of one parameter.
+/// Coefficients of Adam and AdamW for one step of one parameter.
 struct AdamCoefficients {
   double beta1;
   double beta2;
   double eps;
-  double decay_factor;  ///< factor of the parameter: 1 - lr * weight_decay for AdamW, 1 for Adam
-  double l2;            ///< Adam's weight_decay: l2 * parameter is added to the gradient
+  double decay_factor;  ///< 1 - lr * weight_decay for AdamW, 1 for Adam
+  double l2;            ///< weight_decay for Adam, 0 for AdamW: gradient += l2 * parameter
   double step_size;     ///< lr / (1 - beta1^step)
   double inv_bias_correction2_sqrt;  ///< 1 / sqrt(1 - beta2^step)
 };
 
-/// The numbers of a parameter group, from which a step's coefficients follow.
+/// Hyperparameters of a param group.
 struct AdamHyperParams {
   double beta1;
   double beta2;
   double eps;
   double weight_decay;
-  bool is_decoupled;  ///< AdamW
+  bool is_decoupled;  ///< AdamW's weight decay
 
-  /// `step` is 1 in the first step.
+  /// \param step  1 in the first step
   C10_HOST_DEVICE AdamCoefficients coefficients(double lr, int64_t step) const {
     const auto power = static_cast<double>(step);
     return {.beta1 = beta1,
@@ -43,9 +43,8 @@ struct AdamHyperParams {
   }
 };
 
-/// Adam (Kingma and Ba, 2015) and AdamW (Loshchilov and Hutter, 2019) on as many elements as there
-/// are lanes, in the order of torch::optim.
-/// Moments: exp_avg, exp_avg_sq and, with amsgrad, max_exp_avg_sq.
+/// Adam (Kingma and Ba, 2015) and AdamW (Loshchilov and Hutter, 2019), in torch::optim's order of
+/// operations. Moments: exp_avg, exp_avg_sq and, with amsgrad, max_exp_avg_sq.
 template <bool kAmsgrad>
 struct AdamFunctor {
   using HyperParams = AdamHyperParams;

@@ -13,35 +13,35 @@
 #include <cstdint>
 #include <type_traits>
 
-// The 8-bit format of moments: bitsandbytes' dynamic map, with a float scale for each block of 256
-// elements, the block's largest magnitude (Dettmers et al., 8-bit Optimizers via Block-wise
-// Quantization, 2022).
+// Blockwise quantization of moments to 8 bits (Dettmers et al., 8-bit Optimizers via Block-wise
+// Quantization, 2022): bitsandbytes' dynamic map, and a float32 absmax for each block of 256
+// elements.
 //
-// A code is a whole number n with a sign. The leading bit of n chooses a decade of [0, 1], and the
-// bits below it choose one of the decade's evenly spaced values. So a code becomes a value, and a
-// value a code, by one fused multiply-add, whose two numbers depend on the decade. Everything is
-// written for one lane or many, and gives the same bits for each. Fewer instructions are what makes
-// a step faster here: it has two of these conversions for each moment.
+// A quantized value (qval) is an integer n with a sign. The leading bit of n selects a decade of
+// [0, 1], and the bits below it one of the decade's evenly spaced values. Quantization and
+// dequantization are one fused multiply-add with coefficients of the decade, for scalars and
+// vectors with bitwise identical results. A step has two of each, so their instructions bound its
+// speed.
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// Elements that share a scale. The blocks of a tensor begin at its first element in memory.
+/// Elements per absmax. Blocks begin at a tensor's first element in memory.
 inline constexpr int64_t kQuantBlockSize = 256;
 
 C10_HOST_DEVICE constexpr int64_t num_quant_blocks(int64_t elements) {
   return (elements + kQuantBlockSize - 1) / kQuantBlockSize;
 }
 
-/// What values of a block are multiplied by before they are rounded. A scale below float's normal
-/// numbers is taken for 0; one of inf or NaN stays, and makes NaN of the whole block.
-C10_HOST_DEVICE inline float invert_absmax(float& scale) {
-  if (scale < 0x1p-126F) scale = 0.0F;
-  const bool has_inverse = scale > 0.0F && scale <= 0x1.FFFFFEp127F;
-  return has_inverse ? 1.0F / scale : 0.0F;
+/// Returns the factor of a block's values before quantization. Sets a subnormal `absmax` to 0. An
+/// absmax of inf or NaN stays, and dequantizes the whole block to NaN.
+C10_HOST_DEVICE inline float invert_absmax(float& absmax) {
+  if (absmax < 0x1p-126F) absmax = 0.0F;
+  const bool is_invertible = absmax > 0.0F && absmax <= 0x1.FFFFFEp127F;
+  return is_invertible ? 1.0F / absmax : 0.0F;
 }
 
-/// The dtype of codes, for lanes that load and store them.
+/// Element type of qvals, for vectors that load and store them.
 struct QuantizedByte;
 
 template <>
@@ -51,26 +51,25 @@ struct FloatFormat<QuantizedByte> {
   using Stored = uint8_t;
 };
 
-/// The numbers of the map: of codes with a sign, which are 127 + n or 127 - n, and of codes
-/// without, which are n - 1.
+/// bitsandbytes' create_dynamic_map. A signed qval is 127 + n or 127 - n, an unsigned one n - 1.
 ///
 ///            zero   decade i of 0 to 6, 10^(i-7) to 10^(i-6)     one
 ///   signed   n = 0  2^i values,     n = 2^i     to 2^(i+1) - 1   n = 128
 ///   unsigned n = 1  2^(i+1) values, n = 2^(i+1) to 2^(i+2) - 1   n = 256
 ///
-/// Tables for `lookup8` hold their eight numbers twice.
+/// Tables for `lookup8` hold their eight entries twice.
 struct DynamicMap {
-  /// What is added to a value in [0, 1], so that the logarithm of the sum has an end.
+  /// Added to values in [0, 1] to bound the logarithm of the sum.
   static constexpr float kShift = 0x1p-22F;
 
-  // From a position, 4 n with a sign and n without, to the value: position * slope + offset, at the
-  // exponent of the position modulo 8. Zero and one have the same exponent, and a line.
+  // Dequantization: position * slope + offset, at the position's exponent modulo 8. The position is
+  // 4 n if signed, otherwise n. Zero and one have the same exponent, and one line.
   float slope[16];
   float offset[16];
-  // From a value x + kShift to n with signs, to the code without: the whole part of
-  // it * steps + first, and at most `last`, of the segment of x. Segment 0 is zero and decade 0,
-  // and segment 7 is one. `threshold` i is where i + 1 begins; between two lie more than 2.5
-  // binades.
+  // Quantization of x + kShift: n - 1 or |n| is the integer part of (x + kShift) * steps + first,
+  // at most `last`, in the segment of x. Segment 0 is zero and decade 0, segment 7 is one.
+  // threshold[i] is where segment i + 1 begins; consecutive thresholds are more than 2.5 binades
+  // apart.
   float threshold[16];
   float steps[16];
   float first[16];
@@ -116,27 +115,28 @@ struct DynamicMap {
   }
 };
 
-/// Both maps, for a first moment and for others: what a kernel on a device takes as an argument.
+/// The maps of a first moment (signed) and a second; a kernel argument.
 struct DynamicMaps {
   DynamicMap signed_map = DynamicMap::make(true);
   DynamicMap unsigned_map = DynamicMap::make(false);
 
   template <bool kIsSigned>
-  C10_HOST_DEVICE constexpr const DynamicMap& of() const {
+  C10_HOST_DEVICE constexpr const DynamicMap& get() const {
     return kIsSigned ? signed_map : unsigned_map;
   }
 };
 
 inline constexpr DynamicMaps kDynamicMaps;
 
-/// The value of codes in blocks of `scale`, by `DynamicMap::make(kIsSigned)`.
+/// Dequantizes qvals of a block.
+/// \param map  DynamicMap::make(kIsSigned)
 template <bool kIsSigned, class Vec>
 C10_HOST_DEVICE C10_ALWAYS_INLINE void dequantize_block(const DynamicMap& map,
-                                                        const typename Vec::Bits& code,
-                                                        const typename Vec::Value& scale,
+                                                        const typename Vec::Bits& qval,
+                                                        const typename Vec::Value& absmax,
                                                         typename Vec::Value& value) {
   typename Vec::Value position;
-  Vec::from_int(code, position);
+  Vec::from_int(qval, position);
   position = kIsSigned ? position * 4.0F - 508.0F : position + 1.0F;  // exact
   typename Vec::Bits bits;
   reinterpret_bits(position, bits);
@@ -151,17 +151,17 @@ C10_HOST_DEVICE C10_ALWAYS_INLINE void dequantize_block(const DynamicMap& map,
     reinterpret_bits(offset, value);
   }
   Vec::fma(slope, position, value, value);
-  value = value * scale;
+  value = value * absmax;
 }
 
-/// The codes nearest to values in blocks, `inverse` being 1 / scale. Values within a few units in
-/// the last place of the middle of two codes may take either. The signs of values whose map has
-/// none are not looked at.
+/// Quantizes values of a block to the nearest qvals. A value within a few ulp of the middle of two
+/// may round to either. An unsigned map ignores signs. \param map DynamicMap::make(kIsSigned)
+/// \param inverse_absmax  invert_absmax(absmax)
 template <bool kIsSigned, class Vec>
 C10_HOST_DEVICE C10_ALWAYS_INLINE void quantize_block(const DynamicMap& map,
                                                       const typename Vec::Value& value,
-                                                      const typename Vec::Value& inverse,
-                                                      typename Vec::Bits& code) {
+                                                      const typename Vec::Value& inverse_absmax,
+                                                      typename Vec::Bits& qval) {
   using Bits = typename Vec::Bits;
   using Value = typename Vec::Value;
   Bits bits;
@@ -172,9 +172,9 @@ C10_HOST_DEVICE C10_ALWAYS_INLINE void quantize_block(const DynamicMap& map,
   Value shift;
   reinterpret_bits(bits, x);
   Vec::broadcast(DynamicMap::kShift, shift);
-  Vec::fma(x, inverse, shift, x);
-  // As a number, the bits are a logarithm good enough to leave one threshold to be asked. The sum
-  // is rounded to a whole number, in the last bits of a float between 2^23 and 2^24.
+  Vec::fma(x, inverse_absmax, shift, x);
+  // The bits of x as an integer approximate its logarithm, precisely enough to leave one threshold
+  // to compare. The fma rounds to an integer in the last bits of a float between 2^23 and 2^24.
   reinterpret_bits(x, bits);
   Value logarithm;
   Value third;
@@ -198,38 +198,35 @@ C10_HOST_DEVICE C10_ALWAYS_INLINE void quantize_block(const DynamicMap& map,
   Bits end;
   reinterpret_bits(x, bits);
   reinterpret_bits(last, end);
-  bits = bits < end ? bits : end;  // the bits of floats of 0 or more have their order
+  bits = bits < end ? bits : end;  // bits of nonnegative floats sort like their values
   if constexpr (kIsSigned) bits = bits | sign;
   reinterpret_bits(bits, x);
-  Vec::to_int(x, code);
+  Vec::to_int(x, qval);
   if constexpr (kIsSigned) {
-    typename Vec::Mask number;  // with a sign
-    reinterpret_bits(code, number);
-    number = number + 127;
-    number =
-        number > 0 ? number : typename Vec::Mask{};  // the nearest value to -1 is that of code 0
-    reinterpret_bits(number, code);
+    typename Vec::Mask signed_qval;
+    reinterpret_bits(qval, signed_qval);
+    signed_qval = signed_qval + 127;
+    signed_qval = signed_qval > 0 ? signed_qval : typename Vec::Mask{};  // -1 rounds to qval 0
+    reinterpret_bits(signed_qval, qval);
   }
 }
 
-/// One parameter's part of AdamW8bit's step: a block's moments become floats, take the step of
-/// optimizer_step_body.h, and become codes under the block's new scale.
+/// Kernel arguments of one AdamW8bit parameter. A step dequantizes a block's moments, applies
+/// StepFunctor, and quantizes them with the block's new absmax.
 struct AdamW8bitParamArgs {
-  ParamPointers pointers;          ///< its moments are codes, or floats without scales
-  float* scales[2];                ///< a float for each block of a moment; null: moments are floats
-  at::ScalarType parameter_dtype;  ///< float or bfloat16; gradients have it too, or are float
+  ParamArgs param;   ///< float32 or bfloat16; moments are qvals, or float32 if absmax is null
+  float* absmax[2];  ///< of each moment, a float32 per block
   AdamCoefficients coefficients;
-  StepArgs use;
+  StepArgs args;
 
-  C10_HOST_DEVICE int64_t elements() const { return pointers.numel; }
+  C10_HOST_DEVICE int64_t num_elements() const { return param.pointers.numel; }
 };
 
-/// WeightFormat rounded stochastically, with moments that are floats while they are computed with.
+/// Stochastically rounded bfloat16 with moments dequantized to float32.
 struct StochasticFloatMomentsFormat : StochasticWeightFormat {
   using Moment = float;
 };
 
-/// The weights of an AdamW8bit: a parameter of bfloat16 is rounded stochastically.
 template <class Parameter>
 using AdamW8bitWeightFormat =
     std::conditional_t<std::is_same_v<Parameter, float>, PlainWeightFormat<float>,

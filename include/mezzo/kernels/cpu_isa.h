@@ -8,9 +8,9 @@
 #include <cstdint>
 #include <string>
 
-// Kernels have one body, which is compiled for each instruction set and chosen at run time.
+// Kernels have one body, compiled for each instruction set and selected at run time.
 //
-// A kernel is a class template over the dtypes of its memory (or any types) and, last, its lanes:
+// A kernel is a class template over element types (or any types) and, last, a vector type:
 //
 //   template <class Element, class Vec>
 //   struct UnscaleKernel {
@@ -18,47 +18,46 @@
 //   };
 //   bool (*unscale)(const void*, void*, int64_t, double) = kernel_for_isa<UnscaleKernel, float>(best_isa());
 //
-// `run` and all functions that it calls are C10_ALWAYS_INLINE; otherwise they would be compiled for
-// the caller's target. Its arguments are no vectors. `Vec` is ScalarVec<Element> or
-// SimdVec<Element, bytes> of the first type; `Vec::template Rebind<Other>` has the same number
-// of lanes of another dtype.
+// `run` and all functions that it calls must be C10_ALWAYS_INLINE, otherwise they are compiled for
+// the caller's target. Its arguments must not be vectors. `Vec` is ScalarVec<Element> or
+// SimdVec<Element, bytes> of the first type.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// Instruction sets. scalar: a plain loop, where there is none of the others. vector128: aarch64.
-/// avx2: AVX2 with FMA. avx512: with BW, as ATen has it.
+/// Instruction sets. scalar: a plain loop, where there is no other. vector128: aarch64. avx2: AVX2
+/// and FMA. avx512: AVX512F and AVX512BW, as in ATen.
 enum class CpuIsa : uint8_t { scalar, vector128, avx2, avx512 };
 
 template <class Kernel, class Function = decltype(&Kernel::run)>
 struct IsaVariants;
 
 #if defined(__GNUC__) && defined(__x86_64__)
-/// Clears the upper halves of the vector registers when it is destroyed. Left as they are they slow
-/// the caller's own code down on Intel's CPUs; g++ clears them by itself from -O2 on alone.
+/// Executes vzeroupper when it is destroyed. Dirty upper halves slow the caller's SSE code down on
+/// Intel CPUs; g++ inserts vzeroupper itself only from -O2 on.
 struct VzeroupperGuard {
   __attribute__((target("avx"), always_inline)) ~VzeroupperGuard() { __builtin_ia32_vzeroupper(); }
 };
 #endif
 
-// g++ rebuilds the vector constants of a loop from general registers in each turn, unless it tunes
-// for a CPU where that is slow: steps of 16-bit weights take 5 to 11 % less time so.
+// g++ rematerializes a loop's vector constants from general registers in each iteration, unless it
+// tunes for a CPU where that is slow: 16-bit steps take 5 to 11 % less time with btver2.
 #if defined(__GNUC__) && defined(__x86_64__) && !defined(__clang__)
 #define MEZZO_TUNING ",tune=btver2"
 #else
 #define MEZZO_TUNING ""
 #endif
 
-/// The functions, one for each target, into which a kernel's body is inlined.
+/// A kernel's body inlined into a function for each target.
 template <class Kernel, class Result, class... Args>
 struct IsaVariants<Kernel, Result (*)(Args...)> {
   static Result baseline(Args... args) { return Kernel::run(args...); }
 #if defined(__GNUC__) && defined(__x86_64__)
   __attribute__((target("avx2,fma" MEZZO_TUNING))) static Result avx2(Args... args) {
-    const VzeroupperGuard at_the_end;
+    const VzeroupperGuard guard;
     return Kernel::run(args...);
   }
   __attribute__((target("avx512f,avx512bw" MEZZO_TUNING))) static Result avx512(Args... args) {
-    const VzeroupperGuard at_the_end;
+    const VzeroupperGuard guard;
     return Kernel::run(args...);
   }
 #endif
@@ -66,8 +65,8 @@ struct IsaVariants<Kernel, Result (*)(Args...)> {
 
 #undef MEZZO_TUNING
 
-/// Returns the instruction set of ATen's own kernels: the best that this CPU has, or what the
-/// environment variable ATEN_CPU_CAPABILITY (default, avx2 or avx512) names.
+/// Returns the instruction set of ATen's kernels: the best that this CPU has, or the environment
+/// variable ATEN_CPU_CAPABILITY (default, avx2 or avx512).
 inline CpuIsa best_isa() {
 #if defined(__GNUC__) && defined(__x86_64__)
   static const CpuIsa best = [] {
@@ -84,13 +83,13 @@ inline CpuIsa best_isa() {
 #endif
 }
 
-/// Returns whether kernels of `isa` may be called.
+/// Returns whether this CPU can run kernels of `isa`.
 inline bool has_isa(CpuIsa isa) {
   const CpuIsa best = best_isa();
   return isa == CpuIsa::scalar || isa == best || (isa == CpuIsa::avx2 && best == CpuIsa::avx512);
 }
 
-/// Returns the kernel's `run` compiled for `isa`. Call it only on a CPU with that instruction set.
+/// Returns the kernel's `run` compiled for `isa`. Call it only if has_isa(isa).
 template <template <class...> class Kernel, class Element, class... Others>
 auto kernel_for_isa(CpuIsa isa) -> decltype(&Kernel<Element, Others..., ScalarVec<Element>>::run) {
   switch (isa) {

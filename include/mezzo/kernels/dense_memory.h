@@ -14,40 +14,40 @@
 #include <cstdint>
 #include <iterator>
 #include <optional>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
-// Decides whether a loop can walk a tensor's memory, and copies tensors for which it cannot.
+// Checks and copies for kernels that read a tensor's memory as one contiguous range.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// Call this after a raw write, which autograd does not detect. An inference tensor has no version.
+/// Bumps the autograd version after a raw write. Inference tensors have none.
 inline void bump_version(const at::Tensor& written) {
   if (!written.is_inference()) written.unsafeGetTensorImpl()->bump_version();
 }
 
-/// Returns whether the tensor's memory holds its values: it has no negation or conjugation bit.
+/// Returns whether the tensor has no negation or conjugation bit and is no zero tensor.
 inline bool is_resolved(const at::Tensor& tensor) {
   return !tensor.is_neg() && !tensor.is_conj() && !tensor._is_zerotensor();
 }
 
-/// Returns whether a tensor's values are the numel() elements from data_ptr on, in any order.
+/// Returns whether the numel() elements from data_ptr() on are the tensor's values, in any order.
 inline bool is_dense_memory(const at::Tensor& tensor) {
   return tensor.is_non_overlapping_and_dense() && is_resolved(tensor);
 }
 
-/// Returns whether two tensors of the same shape have their elements in the same order in memory.
+/// Returns whether two tensors of one shape have equal strides in all dimensions of size > 1.
 inline bool same_strides(const at::Tensor& left, const at::Tensor& right) {
   if (left.is_contiguous() && right.is_contiguous()) return true;
   if (left.strides().equals(right.strides())) return true;
   for (int64_t dimension = 0; dimension < left.dim(); ++dimension) {
-    const bool matters = left.size(dimension) > 1;
-    if (matters && left.stride(dimension) != right.stride(dimension)) return false;
+    if (left.size(dimension) > 1 && left.stride(dimension) != right.stride(dimension)) return false;
   }
   return true;
 }
 
-/// Returns `tensor` with the memory layout of `like`: itself if it has that layout, else a copy.
+/// Returns `tensor` if it has the strides of `like`, otherwise a copy that has.
 inline at::Tensor with_strides_of(const at::Tensor& like, const at::Tensor& tensor) {
   if (is_resolved(tensor) && same_strides(like, tensor)) return tensor;
   at::Tensor copy = at::empty_strided(like.sizes(), like.strides(), tensor.options());
@@ -55,26 +55,26 @@ inline at::Tensor with_strides_of(const at::Tensor& like, const at::Tensor& tens
   return copy;
 }
 
-/// Returns whether two tensors of one storage have a byte in common, by marking the bytes of one in
-/// a mask of all that both pointers.
+/// Returns whether two tensors, within bytes [begin, end) of their storage, share a byte. Marks the
+/// bytes of `left` in a mask.
 inline bool share_bytes(const at::Tensor& left, const at::Tensor& right, int64_t begin,
                         int64_t end) {
   const at::Tensor mask = at::zeros({end - begin}, at::kBool);
-  const auto bytes_of = [&](const at::Tensor& tensor) {
+  const auto byte_view = [&](const at::Tensor& tensor) {
     const auto element_size = static_cast<int64_t>(tensor.element_size());
     std::vector<int64_t> sizes = tensor.sizes().vec(), strides = tensor.strides().vec();
     for (std::size_t i = 0; i < sizes.size(); ++i) {
-      if (strides[i] == 0) sizes[i] = 1;  // fill_ takes no expanded tensor
+      if (strides[i] == 0) sizes[i] = 1;  // fill_ throws for expanded tensors
       strides[i] *= element_size;
     }
     sizes.push_back(element_size), strides.push_back(1);
     return mask.as_strided(sizes, strides, tensor.storage_offset() * element_size - begin);
   };
-  bytes_of(left).fill_(true);
-  return bytes_of(right).any().item<bool>();
+  byte_view(left).fill_(true);
+  return byte_view(right).any().item<bool>();
 }
 
-/// Returns two of the tensors that share bytes. Lazy copies share none until they are written.
+/// Returns two of the tensors that share memory. Copy-on-write copies are distinct until written.
 inline std::optional<std::pair<at::Tensor, at::Tensor>> find_overlap(
     const std::vector<at::Tensor>& tensors) {
   struct Range {
@@ -114,10 +114,19 @@ inline std::optional<std::pair<at::Tensor, at::Tensor>> find_overlap(
   return std::nullopt;
 }
 
-/// Elements of one dtype, one after the other, which a loop or a kernel walks as one row.
+/// Returns the tensors in order, without duplicates.
+inline std::vector<at::Tensor> unique_tensors(std::vector<at::Tensor> tensors) {
+  std::unordered_set<const c10::TensorImpl*> seen;
+  std::erase_if(tensors, [&seen](const at::Tensor& tensor) {
+    return !seen.insert(tensor.unsafeGetTensorImpl()).second;
+  });
+  return tensors;
+}
+
+/// A contiguous range of elements of one dtype, for kernels.
 struct ContiguousRange {
   void* data;
-  int64_t count;
+  int64_t numel;
   at::ScalarType dtype;
 
   /// Returns the address of element `i`.
@@ -126,32 +135,33 @@ struct ContiguousRange {
   }
 };
 
-/// The memory of gradients, in their order. Gradients that lie next to each other in one buffer, in
-/// either direction, are one stretch: those in GradBuckets are a few long ones.
+/// The memory of gradients as ranges, in order. Gradients adjacent in one storage, in either
+/// direction, are merged: those of GradBuckets become one range per bucket.
 class ContiguousRanges {
  public:
   /// Adds a dense tensor whose elements begin at `data`.
   void add(const at::Tensor& tensor, void* data) {
     add(tensor, {data, tensor.numel(), tensor.scalar_type()});
   }
-  /// Adds a dense tensor of which all is known but its storage.
-  void add(const at::Tensor& tensor, const ContiguousRange& own) {
-    if (own.count == 0) return;
+  /// Adds the range of a dense tensor.
+  void add(const at::Tensor& tensor, const ContiguousRange& range) {
+    if (range.numel == 0) return;
     const c10::StorageImpl* const storage = tensor.storage().unsafeGetStorageImpl();
-    const bool may_join = !all_.empty() && storage == storage_ && all_.back().dtype == own.dtype;
+    const bool may_merge =
+        !ranges_.empty() && storage == storage_ && ranges_.back().dtype == range.dtype;
     storage_ = storage;
-    if (may_join && own.data == all_.back().at(all_.back().count)) {
-      all_.back().count += own.count;
-    } else if (may_join && own.at(own.count) == all_.back().data) {
-      all_.back() = {own.data, own.count + all_.back().count, own.dtype};
+    if (may_merge && range.data == ranges_.back().at(ranges_.back().numel)) {
+      ranges_.back().numel += range.numel;
+    } else if (may_merge && range.at(range.numel) == ranges_.back().data) {
+      ranges_.back() = {range.data, range.numel + ranges_.back().numel, range.dtype};
     } else {
-      all_.push_back(own);
+      ranges_.push_back(range);
     }
   }
-  const std::vector<ContiguousRange>& all() const noexcept { return all_; }
+  const std::vector<ContiguousRange>& ranges() const noexcept { return ranges_; }
 
  private:
-  std::vector<ContiguousRange> all_;
+  std::vector<ContiguousRange> ranges_;
   const c10::StorageImpl* storage_ = nullptr;  // of the last tensor
 };
 

@@ -15,29 +15,28 @@
 #include <cuda_fp16.h>
 #endif
 
-// Storage and arithmetic of each dtype, for one lane or many: `Bits` is an
-// unsigned integer and `Value` a float of the same width, or vectors of them. Vectors are passed by
-// reference, since the ABI of a 64-byte vector passed by value depends on the translation unit's
-// target.
+// Storage and arithmetic of each dtype, for scalars and vectors: `Bits` is an unsigned integer and
+// `opmath_t` (at::opmath_type) a float of the same width. Vectors are passed by reference, since
+// the ABI of a 64-byte vector passed by value depends on the translation unit's target.
 //
-// A GPU converts half and bfloat16 by its own instructions, to the same bits except for the payload
-// of a NaN.
+// A GPU converts float16 and bfloat16 with its own instructions, to the same bits except for the
+// payload of a NaN.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// Copies the bits of `from` to `to`, of the same size: lanes or scalars, host or device.
+/// Copies the bits of `from` to `to`, vectors or scalars of one size.
 template <class To, class From>
 C10_HOST_DEVICE C10_ALWAYS_INLINE void reinterpret_bits(const From& from, To& to) {
   static_assert(sizeof(To) == sizeof(From));
   std::memcpy(&to, &from, sizeof(To));
 }
 
-/// A dtype that is computed with in its stored form.
+/// A dtype whose stored form is its opmath type.
 template <class OpmathT, class BitsT, BitsT kExponentBits>
 struct NativeFormat {
   using opmath_t = OpmathT;
   using Bits = BitsT;
-  using Stored = BitsT;                             ///< one element in memory, as its bits
+  using Stored = BitsT;                             ///< the bits of an element in memory
   static constexpr Bits kExponent = kExponentBits;  ///< all set: inf or NaN
 
   template <class BitsVec, class ValueVec>
@@ -59,7 +58,7 @@ struct FloatFormat<float> : NativeFormat<float, uint32_t, 0x7F800000U> {};
 template <>
 struct FloatFormat<double> : NativeFormat<double, uint64_t, 0x7FF0000000000000U> {};
 
-/// bfloat16: the upper half of a float; rounds to nearest, ties to even, and keeps NaN a NaN.
+/// bfloat16: the upper 16 bits of a float. Rounds to nearest, ties to even; a NaN stays NaN.
 template <>
 struct FloatFormat<c10::BFloat16> {
   using opmath_t = float;
@@ -87,15 +86,15 @@ struct FloatFormat<c10::BFloat16> {
   }
 };
 
-/// IEEE half. On the CPU it is converted by integer operations and one float addition. No subnormal
-/// float occurs, so conversions are exact under flush-to-zero too, and need no special instruction.
+/// IEEE float16. The CPU converts with integer operations and one float addition, without subnormal
+/// floats: conversions are exact under flush-to-zero too, and need no F16C.
 template <>
 struct FloatFormat<c10::Half> {
   using opmath_t = float;
   using Bits = uint32_t;
   using Stored = uint16_t;
   static constexpr Bits kExponent = 0x7C00U;
-  static constexpr Bits kOneHalf = 0x3F000000U;  ///< 0.5F, whose ulp is half's smallest subnormal
+  static constexpr Bits kOneHalf = 0x3F000000U;  ///< 0.5F, whose ulp is float16's min subnormal
 
   template <class BitsVec, class ValueVec>
   C10_HOST_DEVICE C10_ALWAYS_INLINE static void to_opmath(const BitsVec& bits, ValueVec& value) {
@@ -132,22 +131,20 @@ struct FloatFormat<c10::Half> {
     BitsVec small;
     reinterpret_bits(small_value, small);
     small = small - kOneHalf;
-    BitsVec half_bits = magnitude < 0x38800000U ? small : rounded;  // below 2^-14
-    half_bits =
-        magnitude >= 0x47800000U ? (half_bits & 0U) + kExponent : half_bits;       // 65536 and more
-    half_bits = magnitude > 0x7F800000U ? (half_bits & 0U) + 0x7E00U : half_bits;  // NaN
-    bits = half_bits | ((wide >> 16) & 0x8000U);
+    BitsVec fp16 = magnitude < 0x38800000U ? small : rounded;          // below 2^-14
+    fp16 = magnitude >= 0x47800000U ? (fp16 & 0U) + kExponent : fp16;  // 65536 and more
+    fp16 = magnitude > 0x7F800000U ? (fp16 & 0U) + 0x7E00U : fp16;     // NaN
+    bits = fp16 | ((wide >> 16) & 0x8000U);
 #endif
   }
 };
 
-/// A single lane: for the device's threads, the tail of a loop, compilers without vector types, and
-/// the tests' reference. Rebind SimdVec it moves memory to lanes and back, and has the arithmetic
-/// for which there are no operators.
+/// A vector of one element with the interface of SimdVec: for CUDA threads, loop tails, compilers
+/// without vector types, and the tests' reference.
 ///
-/// Each operation rounds once, as IEEE 754 demands, and so gives the same bits on every machine and
-/// instruction set. Write a product that is added to something as `fma`: whether a compiler
-/// contracts a * b + c depends on flags and target, and changes the last bit.
+/// Each operation rounds once, as IEEE 754 demands, and is bitwise identical on all instruction
+/// sets. Write a multiply-add as `fma`: whether a compiler contracts a * b + c depends on flags and
+/// target, and changes the last bit.
 template <class Element>
 struct ScalarVec {
   using Format = FloatFormat<Element>;
@@ -156,14 +153,14 @@ struct ScalarVec {
   using Bits = typename Format::Bits;
   using Mask = int32_t;
   static constexpr int64_t kWidth = 1;
-  static constexpr int kUnroll = 1;  ///< of a block, which a step takes of each stream at once
+  static constexpr int kUnroll = 1;  ///< vectors that a step loads of each array at once
 
-  /// Vec of another dtype, in the same number.
+  /// The vector type of another dtype with as many elements.
   template <class Other>
   using Rebind = ScalarVec<Other>;
 
-  // The host copies by memcpy, as vectors do: the memory holds floats, perhaps at an odd address. A
-  // device has no odd addresses, and its compiler would copy byte by byte.
+  // memcpy, since host memory may be misaligned and has another type. On a device memory is
+  // aligned, and nvcc would copy byte by byte.
   C10_HOST_DEVICE C10_ALWAYS_INLINE static void load(const Stored* from, Bits& bits) {
 #ifdef __CUDA_ARCH__
     bits = *from;
@@ -189,37 +186,39 @@ struct ScalarVec {
   C10_ALWAYS_INLINE static void store_unrolled(const Bits (&bits)[1], Stored* to) {
     store(bits[0], to);
   }
-  C10_HOST_DEVICE C10_ALWAYS_INLINE static void broadcast(Value from, Value& to) { to = from; }
-  C10_HOST_DEVICE C10_ALWAYS_INLINE static bool any(const Mask& flags) { return flags != 0; }
-  /// Sets each lane's index in its block.
+  C10_HOST_DEVICE C10_ALWAYS_INLINE static void broadcast(Value scalar, Value& value) {
+    value = scalar;
+  }
+  C10_HOST_DEVICE C10_ALWAYS_INLINE static bool any(const Mask& mask) { return mask != 0; }
+  /// Sets the index of each element that load_unrolled loads.
   template <bool kDeinterleave>
-  C10_ALWAYS_INLINE static void arange(Bits (&numbers)[1]) {
-    numbers[0] = 0;
+  C10_ALWAYS_INLINE static void arange(Bits (&indices)[1]) {
+    indices[0] = 0;
   }
 
-  /// Widens a float to double, or leaves it.
+  /// Converts float to double, or copies.
   template <class To>
   C10_ALWAYS_INLINE static void convert(const Value& value, To& converted) {
     converted = static_cast<To>(value);
   }
-  /// Converts a whole number below 2^31, rounded to nearest.
-  C10_HOST_DEVICE C10_ALWAYS_INLINE static void from_int(const Bits& count, Value& value) {
-    value = static_cast<Value>(static_cast<int32_t>(count));
+  /// Converts an integer below 2^31, rounded to nearest.
+  C10_HOST_DEVICE C10_ALWAYS_INLINE static void from_int(const Bits& integer, Value& value) {
+    value = static_cast<Value>(static_cast<int32_t>(integer));
   }
-  /// Truncates a value of 0 or more, below 2^31.
-  C10_HOST_DEVICE C10_ALWAYS_INLINE static void to_int(const Value& value, Bits& count) {
-    count = static_cast<Bits>(static_cast<int32_t>(value));
+  /// Truncates a value in [0, 2^31).
+  C10_HOST_DEVICE C10_ALWAYS_INLINE static void to_int(const Value& value, Bits& integer) {
+    integer = static_cast<Bits>(static_cast<int32_t>(value));
   }
-  /// Adds 1 where a flag is set.
-  C10_HOST_DEVICE C10_ALWAYS_INLINE static void increment_where(const Mask& flags, Bits& count) {
-    count += static_cast<Bits>(flags);
+  /// Adds 1 where the mask is set.
+  C10_HOST_DEVICE C10_ALWAYS_INLINE static void increment_where(const Mask& mask, Bits& count) {
+    count += static_cast<Bits>(mask);
   }
-  /// table[index % 8], of a table that holds eight values twice.
+  /// Looks up table[index % 8]; entries 8 to 15 repeat 0 to 7.
   C10_HOST_DEVICE C10_ALWAYS_INLINE static void lookup8(const Value (&table)[16], const Bits& index,
                                                         Value& value) {
     value = table[index % 8U];
   }
-  /// result = a * b + c, rounded once. `result` may be any of the three.
+  /// result = a * b + c, rounded once. `result` may alias an operand.
   C10_HOST_DEVICE C10_ALWAYS_INLINE static void fma(const Value& a, const Value& b, const Value& c,
                                                     Value& result) {
     result = std::fma(a, b, c);

@@ -1,5 +1,5 @@
 /// \file
-/// GradStats: the result of one read of gradients, which decides about a step.
+/// GradStats: the statistics of gradients from which a step is decided.
 #pragma once
 
 #include <mezzo/base/version.h>
@@ -10,8 +10,7 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// Copies `value` to `device`. The host waits only if `value` is on a device and `device` is the
-/// CPU.
+/// Copies `value` to `device`. Synchronizes with the host only for a copy from a device to the CPU.
 inline at::Tensor to_device(const at::Tensor& value, at::Device device) {
   if (value.device() == device) return value;
   return value.to(device, value.scalar_type(), /*non_blocking=*/!device.is_cpu());
@@ -19,25 +18,24 @@ inline at::Tensor to_device(const at::Tensor& value, at::Device device) {
 
 }  // namespace detail
 
-/// Four numbers that decide a step, as tensors of one element on one device. Your own fused
-/// optimizer must apply them, as torch's apply `grad_scale` and `found_inf`.
-///
-/// An empty stats, `GradStats{}`, means: take the gradients as they are, and step.
+/// Statistics of gradients as tensors of one element on one device. A MixedPrecisionOptimizer of
+/// your own must apply them, as torch's fused optimizers apply `grad_scale` and `found_inf`.
+/// `GradStats{}` means unscaled gradients: the step multiplies and checks nothing.
 struct GradStats {
-  at::Tensor inv_scale{};  ///< float: a step multiplies gradients by it before all else
-  at::Tensor found_inf{};  ///< float: if it is not 0, a step changes nothing
-  at::Tensor norm_sq{};    ///< double, of gradients * inv_scale; undefined: nothing is clipped
-  at::Tensor max_abs{};    ///< double, of gradients * inv_scale; NaN if one of them is NaN
+  at::Tensor inv_scale{};  ///< float32: the step multiplies gradients by it first
+  at::Tensor found_inf{};  ///< float32: if not 0, the step is skipped
+  at::Tensor norm_sq{};    ///< float64, of gradients * inv_scale; undefined: no clipping
+  at::Tensor max_abs{};    ///< float64, of gradients * inv_scale; NaN if one is NaN
 
   bool defined() const noexcept { return inv_scale.defined(); }
 
-  /// Returns the numbers on `device`. The host waits only for copies from a device to the CPU.
+  /// Returns the statistics on `device`. Synchronizes with the host only for copies to the CPU.
   GradStats to(at::Device device) const {
     if (!defined() || inv_scale.device() == device) return *this;
-    const auto moved = [device](const at::Tensor& value) {
+    const auto move = [device](const at::Tensor& value) {
       return value.defined() ? detail::to_device(value, device) : value;
     };
-    return {moved(inv_scale), moved(found_inf), moved(norm_sq), moved(max_abs)};
+    return {move(inv_scale), move(found_inf), move(norm_sq), move(max_abs)};
   }
 };
 

@@ -10,8 +10,8 @@
 #include <cstdint>
 #include <vector>
 
-// Chooses the kernels for tensors of a device: mezzo's CUDA kernels where the program links them,
-// mezzo's CPU loops, or otherwise ATen's.
+// Selects the implementation for tensors of a device: mezzo's CUDA kernels if the program links
+// them, mezzo's CPU kernels, or ATen.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
 struct GradScalerOptions;
@@ -19,7 +19,7 @@ struct GradStats;
 
 namespace detail {
 
-// Callers include the headers of the arguments (step_use.h, launch_table.h).
+// Callers include the headers of the argument types.
 struct AdamW8bitParamArgs;
 enum class OptimizerKind : std::uint8_t;
 struct ScaleTensors;
@@ -28,84 +28,78 @@ struct DeviceStepArgs;
 struct ParamArgs;
 struct DeviceGroupArgs;
 
-/// The functions of mezzo/kernels/cuda/mezzo_cuda.cu, the source of the CMake target mezzo::cuda.
-/// All run on the current stream of their tensors' device, and none waits.
+/// Functions of mezzo/kernels/cuda/mezzo_cuda.cu, the source of the CMake target mezzo::cuda. They
+/// run asynchronously on the current stream of their tensors' device; all pointers are of that
+/// device.
 struct CudaKernels {
-  /// Returns whether these kernels serve tensors of `device`.
+  /// Returns whether these kernels support tensors of `device`.
   bool (*supports)(at::Device device);
 
-  /// Returns the id of the capture that the device's current stream is part of, or 0.
+  /// Returns the id of the graph capture of the device's current stream, or 0.
   uint64_t (*current_capture_id)(at::Device device);
 
-  /// Sets this thread's capture mode, if `device` has captures, and returns the mode before.
+  /// Sets this thread's capture mode, if `device` has captures. Returns the previous mode.
   int (*exchange_capture_mode)(at::Device device, int mode);
 
-  /// Returns an uninitialised tensor in pinned memory. May be called in a capture.
+  /// Returns an uninitialized tensor in pinned memory. May be called during a capture.
   at::Tensor (*empty_pinned)(at::IntArrayRef sizes, at::ScalarType dtype);
 
-  /// Multiplies gradients (on one device, of any floating dtypes) by `inv_scale` in place and sets
-  /// `found_inf` to 1 if a product is inf or NaN; both are floats of one element on that device.
+  /// Multiplies gradients of any floating dtypes by `inv_scale` in place, and sets `found_inf` to 1
+  /// if a product is inf or NaN. Both are float32 of one element.
   void (*unscale_and_check_)(const std::vector<ContiguousRange>& gradients,
                              const at::Tensor& found_inf, const at::Tensor& inv_scale);
 
-  /// Summarises gradients (on one device, of any floating dtypes) times its inv_scale
-  /// into its other numbers, a float and two doubles on that device. Two launches for one dtype,
-  /// and one more for every 300 stretches beyond the first 300; gradients next to each other in one
-  /// buffer are one stretch.
+  /// Writes the statistics of gradients of any floating dtypes times stats.inv_scale to the other
+  /// tensors of `stats`. Two launches for one dtype, and one for every 300 further ranges.
   void (*compute_grad_stats_)(const std::vector<ContiguousRange>& gradients,
                               const GradStats& stats);
 
-  /// GradScalerOptions::next on the device, in one launch; found_inf is a float of one element
-  /// there.
+  /// GradScalerOptions::next, in one launch; `found_inf` is a float32 of one element.
   void (*update_scale_)(const GradScalerOptions& options, const ScaleTensors& tensors,
                         const at::Tensor& found_inf);
 
-  /// Takes one step of a rule over parameters of one device. One launch for each combination of
-  /// parameters' dtype, variant and weight storage, and one more for every 300 parameters or 8
-  /// groups beyond the first. `groups[row.group]` has a row's numbers and the rule's constants; all
-  /// pointers are of the device. Does not change step counts.
-  void (*step_)(at::Device device, OptimizerKind kind, const std::vector<ParamArgs>& rows,
-                const std::vector<DeviceGroupArgs>& groups, const DeviceStepArgs& inputs);
+  /// Steps parameters; `groups[param.group]` has the HyperParams of a parameter. One launch for
+  /// each combination of dtype, functor and weight format, and one for every further 300 parameters
+  /// or 8 groups. Does not change step counts.
+  void (*step_)(at::Device device, OptimizerKind kind, const std::vector<ParamArgs>& params,
+                const std::vector<DeviceGroupArgs>& groups, const DeviceStepArgs& step_args);
 
-  /// Takes the steps of an AdamW8bit's parameters of one device. One launch for each dtype, and one
-  /// more for every 150 parameters beyond the first.
-  void (*step_adamw8bit_)(at::Device device, const std::vector<AdamW8bitParamArgs>& steps);
+  /// Steps the parameters of AdamW8bit. One launch for each dtype and 150 parameters.
+  void (*step_adamw8bit_)(at::Device device, const std::vector<AdamW8bitParamArgs>& params);
 
-  /// Writes four tensors of one element into `letter`, four doubles in pinned memory, in one
-  /// launch. `scale` and `found_inf` are floats, the other two doubles or undefined, for which 0 is
-  /// written. The host may read `letter` once an event that is recorded after this call has
-  /// completed. `address` is null in a letter's first call and keeps its address on the device for
-  /// the next.
+  /// Writes four tensors of one element to `values`, four float64 in pinned memory, in one launch.
+  /// `scale` and `found_inf` are float32; the others are float64 or undefined, which writes 0. The
+  /// host may read `values` once an event recorded after this call has completed. `address` is null
+  /// in the first call for `values`, and caches their device address.
   void (*write_step_values_)(const at::Tensor& scale, const at::Tensor& found_inf,
                              const at::Tensor& norm_sq, const at::Tensor& max_abs,
                              const at::Tensor& values, void*& address);
 
-  /// Adds 1 to each counter, unless `found_inf` points to a value other than 0 (null means 0). One
-  /// launch for each 480 state_steps.
+  /// Adds 1 to each step count, unless `found_inf` is not null and *found_inf is not 0. One launch
+  /// for every 480.
   void (*increment_state_steps_)(at::Device device, const std::vector<float*>& state_steps,
                                  const float* found_inf);
 };
 
-/// The kernels that are registered in this process. Shared libraries whose inline functions are
-/// hidden have a variable of their own, and with it kernels of their own.
+/// The registered kernels. Shared libraries with hidden inline functions have a variable, and
+/// kernels, of their own.
 inline constinit std::atomic<const CudaKernels*> registered_cuda_kernels = nullptr;
 
-/// Registers the kernels of a shared library or program, unless there are some already.
-/// mezzo_cuda.cu calls it when it is loaded; its library is not unloaded afterwards.
+/// Registers the kernels of a program or shared library, unless some are registered. Pins the
+/// library, so that it is not unloaded.
 inline void register_cuda_kernels(const CudaKernels& kernels) {
   const CudaKernels* none = nullptr;
   if (registered_cuda_kernels.compare_exchange_strong(none, &kernels)) pin_library(&kernels);
 }
 
-/// Returns the registered kernels; null in a program that does not link mezzo::cuda.
+/// Returns the registered kernels; null if the program does not link mezzo::cuda.
 inline const CudaKernels* cuda_kernels() noexcept {
   return registered_cuda_kernels.load(std::memory_order_acquire);
 }
 
-/// The implementations of a kernel.
 enum class KernelBackend : std::uint8_t { cpu, cuda, aten };
 
-/// Returns which kernels serve tensors of `device`.
+/// Returns the implementation for tensors of `device`.
 inline KernelBackend kernel_backend(at::Device device) {
   const CudaKernels* const cuda = cuda_kernels();
   if (cuda != nullptr && cuda->supports(device)) return KernelBackend::cuda;

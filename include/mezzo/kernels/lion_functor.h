@@ -10,15 +10,15 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// The coefficients of Lion for one step of one parameter.
+/// Coefficients of Lion for one step of one parameter.
 struct LionCoefficients {
   double lr;
   double beta1;
   double beta2;
-  double decay_factor;  ///< of the parameter, 1 - lr * weight_decay
+  double decay_factor;  ///< 1 - lr * weight_decay
 };
 
-/// The numbers of a parameter group.
+/// Hyperparameters of a param group.
 struct LionHyperParams {
   double beta1 = 0;
   double beta2 = 0;
@@ -29,8 +29,8 @@ struct LionHyperParams {
   }
 };
 
-/// Lion (Chen et al., 2023, algorithm 2) with decoupled weight decay: a step of lr in the direction
-/// of the sign of beta1 * exp_avg + (1 - beta1) * gradient. Moment: exp_avg.
+/// Lion (Chen et al., 2023, algorithm 2) with decoupled weight decay:
+/// parameter -= lr * sign(beta1 * exp_avg + (1 - beta1) * gradient). Moment: exp_avg.
 struct LionFunctor {
   using HyperParams = LionHyperParams;
   using Coefficients = LionCoefficients;
@@ -54,7 +54,7 @@ struct LionFunctor {
       Vec::broadcast(static_cast<Scalar>(c.decay_factor), decay_factor);
     }
 
-    /// If the direction is 0 the parameter only decays; if it is NaN the parameter becomes NaN.
+    /// With a direction of 0 the parameter only decays; NaN makes it NaN.
     /// \param gradient  unscaled and clipped
     C10_HOST_DEVICE C10_ALWAYS_INLINE void operator()(Value& parameter, Value& gradient,
                                                       Value (&moments)[kNumMoments]) const {
@@ -63,8 +63,8 @@ struct LionFunctor {
       Vec::fma(beta1, moments[0], addend, direction);
       addend = one_minus_beta2 * gradient;
       Vec::fma(beta2, moments[0], addend, moments[0]);
-      const Value nothing = direction * 0;  // 0, or NaN
-      Value change = direction > 0 ? minus_lr : nothing;
+      const Value zero_or_nan = direction * 0;
+      Value change = direction > 0 ? minus_lr : zero_or_nan;
       change = direction < 0 ? plus_lr : change;
       Vec::fma(parameter, decay_factor, change, parameter);
     }

@@ -10,25 +10,24 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// The coefficients of SGD for one step of one parameter.
+/// Coefficients of SGD for one step of one parameter.
 struct SgdCoefficients {
   double lr;
-  double momentum;  ///< 0 in a first step with dampening, which sets the buffer to the gradient
-  double one_minus_dampening;  ///< factor of the gradient: 1 - dampening; 1 in a first step with
-                               ///< dampening
-  double nesterov_momentum;    ///< Nesterov: factor of the buffer in the update; otherwise 0
+  double momentum;  ///< 0 in a first step with dampening: the buffer becomes the gradient
+  double one_minus_dampening;  ///< 1 in a first step with dampening
+  double nesterov_momentum;    ///< momentum with nesterov, otherwise 0
   double weight_decay;
 };
 
-/// The numbers of a parameter group.
+/// Hyperparameters of a param group.
 struct SgdHyperParams {
   double momentum = 0;
   double dampening = 0;
   double weight_decay = 0;
   bool nesterov = false;
 
-  /// `step` is 1 in the first step, which takes a buffer that was written before it, as torch does,
-  /// unless there is dampening: that begins with the second gradient.
+  /// \param step  1 in the first step, in which dampening has no effect, as in torch. Without
+  ///   dampening the first step uses a momentum buffer that was set before it, as in torch.
   C10_HOST_DEVICE SgdCoefficients coefficients(double lr, int64_t step) const {
     const bool sets_buffer = step == 1 && dampening != 0;
     return {.lr = lr,
@@ -39,7 +38,7 @@ struct SgdHyperParams {
   }
 };
 
-/// Stochastic gradient descent as in torch::optim::SGD. Moment: momentum_buffer, if any.
+/// SGD as in torch::optim::SGD. Moment: momentum_buffer, with momentum.
 template <bool kHasMomentum>
 struct SgdFunctor {
   using HyperParams = SgdHyperParams;

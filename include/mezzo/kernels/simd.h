@@ -10,17 +10,17 @@
 #include <type_traits>
 #include <utility>
 
-// With explicit vector types, loops are as fast at -O2 without -march as with -O3 -march=native.
-// g++ 12 has no instruction for == of unsigned vectors of 64 bytes, and takes lane by lane: write <
-// or >, and look for others with -Wvector-operation-performance.
-// Each loop is inlined into a function that is compiled for its instruction set, and chosen at run
+// With explicit vector types, loops are as fast at -O2 without -march as at -O3 -march=native.
+// g++ 12 has no instruction for == of 64-byte unsigned vectors and falls back to scalar code: write
+// < or >. -Wvector-operation-performance finds other such operations.
+// Each loop is inlined into a function that is compiled for one instruction set and selected at run
 // time (cpu_isa.h).
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 #if defined(__GNUC__)
 
-/// Vec for as many elements as `kBytes` of Value hold.
+/// A vector of `kBytes` bytes of opmath_t. Has the interface of ScalarVec.
 template <class Element, int kBytes>
 struct SimdVec {
   using Format = FloatFormat<Element>;
@@ -60,12 +60,12 @@ struct SimdVec {
     std::memcpy(to, &stored, sizeof(StoredVec));
   }
 
-  /// Loads a block of two vectors: its even elements and its odd ones, or its first half and its
-  /// second. Even and odd ones of 16 bits take no shuffle; above an even one's bits lie the odd
-  /// one's. `store_unrolled` expects nothing there.
+  /// Loads two vectors: even and odd elements with kDeinterleave, otherwise the lower and the upper
+  /// kWidth elements. Deinterleaving 16-bit elements takes no shuffle, but leaves the odd element
+  /// in the upper 16 bits of each even lane; store_unrolled requires these bits to be 0.
   template <bool kDeinterleave>
   C10_ALWAYS_INLINE static void load_unrolled(const Stored* from, Bits (&bits)[2]) {
-    if constexpr (kDeinterleave && kIsHalf) {
+    if constexpr (kDeinterleave && kIs16Bit) {
       std::memcpy(&bits[0], from, sizeof(Bits));
       bits[1] = bits[0] >> 16;
       return;
@@ -80,10 +80,10 @@ struct SimdVec {
   }
   template <bool kDeinterleave>
   C10_ALWAYS_INLINE static void store_unrolled(const Bits (&bits)[2], Stored* to) {
-    if constexpr (kDeinterleave && kIsHalf) {
+    if constexpr (kDeinterleave && kIs16Bit) {
       const Bits both = (bits[1] << 16) | bits[0];
       std::memcpy(to, &both, sizeof(both));
-    } else if constexpr (kIsHalf) {
+    } else if constexpr (kIs16Bit) {
       U16x2 u16s[2];
       std::memcpy(u16s, bits, sizeof(u16s));
       shuffle(u16s[0], u16s[1], u16s[0], std::make_integer_sequence<int, 2 * kWidth>{},
@@ -95,55 +95,55 @@ struct SimdVec {
     }
   }
   template <bool kDeinterleave>
-  C10_ALWAYS_INLINE static void arange(Bits (&numbers)[2]) {
+  C10_ALWAYS_INLINE static void arange(Bits (&indices)[2]) {
     for (int64_t lane = 0; lane < kWidth; ++lane) {
-      numbers[0][lane] = static_cast<typename Format::Bits>(kDeinterleave ? 2 * lane : lane);
-      numbers[1][lane] = numbers[0][lane] + (kDeinterleave ? 1U : static_cast<uint32_t>(kWidth));
+      indices[0][lane] = static_cast<typename Format::Bits>(kDeinterleave ? 2 * lane : lane);
+      indices[1][lane] = indices[0][lane] + (kDeinterleave ? 1U : static_cast<uint32_t>(kWidth));
     }
   }
-  C10_ALWAYS_INLINE static void broadcast(typename Format::opmath_t from, Value& to) {
-    for (int64_t lane = 0; lane < kWidth; ++lane) to[lane] = from;
+  C10_ALWAYS_INLINE static void broadcast(typename Format::opmath_t scalar, Value& value) {
+    for (int64_t lane = 0; lane < kWidth; ++lane) value[lane] = scalar;
   }
-  C10_ALWAYS_INLINE static bool any(const Mask& flags) {
-    Int all = 0;
-    for (int64_t lane = 0; lane < kWidth; ++lane) all |= flags[lane];
-    return all != 0;
+  C10_ALWAYS_INLINE static bool any(const Mask& mask) {
+    Int bits = 0;
+    for (int64_t lane = 0; lane < kWidth; ++lane) bits |= mask[lane];
+    return bits != 0;
   }
   template <class To>
   C10_ALWAYS_INLINE static void convert(const Value& value, To& converted) {
     converted = __builtin_convertvector(value, To);
   }
-  C10_ALWAYS_INLINE static void from_int(const Bits& count, Value& value) {
-    value = __builtin_convertvector(reinterpret_cast<const Mask&>(count), Value);
+  C10_ALWAYS_INLINE static void from_int(const Bits& integers, Value& value) {
+    value = __builtin_convertvector(reinterpret_cast<const Mask&>(integers), Value);
   }
   C10_ALWAYS_INLINE static void to_int(const Value& value, Bits& count) {
     const Mask integers = __builtin_convertvector(value, Mask);
     reinterpret_bits(integers, count);
   }
-  C10_ALWAYS_INLINE static void increment_where(const Mask& flags, Bits& count) {
+  C10_ALWAYS_INLINE static void increment_where(const Mask& mask, Bits& count) {
     if constexpr (kWidth == 16) {
-      count = flags ? count + 1U : count;
+      count = mask ? count + 1U : count;
       return;
     }
-    Bits ones;
-    reinterpret_bits(flags, ones);  // all bits set for yes
-    count -= ones;
+    Bits minus_one;  // where the mask is set
+    reinterpret_bits(mask, minus_one);
+    count -= minus_one;
   }
   C10_ALWAYS_INLINE static void lookup8(const typename Format::opmath_t (&table)[16],
                                         const Bits& index, Value& value) {
 #if !defined(__clang__)
-    if constexpr (kWidth == 8 || kWidth == 16) {  // one instruction
-      Value eight_or_both;
-      std::memcpy(&eight_or_both, table, sizeof(Value));
-      value = __builtin_shuffle(eight_or_both, index);
+    if constexpr (kWidth == 8 || kWidth == 16) {  // compiles to one instruction
+      Value entries;
+      std::memcpy(&entries, table, sizeof(Value));
+      value = __builtin_shuffle(entries, index);
       return;
     }
 #endif
     for (int64_t lane = 0; lane < kWidth; ++lane) value[lane] = table[index[lane] % 8];
   }
-  // GCC's vectors have no operators for a fused multiply-add and a square root. Each lane is
-  // rounded once, to the bits of std::fma and std::sqrt. asm, since an intrinsic may be inlined
-  // only into functions of its own target; these are first inlined into templates without a target.
+  // GCC's vector types have no operators for fma and sqrt. Each lane is rounded once, bitwise
+  // identical to std::fma and std::sqrt. Uses asm since an intrinsic may be inlined only into
+  // functions of its own target, and these are first inlined into templates without a target.
   C10_ALWAYS_INLINE static void fma(const Value& a, const Value& b, const Value& c, Value& result) {
     Value sum = c;
 #if defined(__x86_64__) && !defined(__clang__)
@@ -174,7 +174,7 @@ struct SimdVec {
   }
 
  private:
-  static constexpr bool kIsHalf = 2 * sizeof(Stored) == sizeof(typename Format::Bits);
+  static constexpr bool kIs16Bit = 2 * sizeof(Stored) == sizeof(typename Format::Bits);
   static constexpr std::make_integer_sequence<int, kWidth> kLanes{};
 
   template <class Vector, int... kLane, class Index>
@@ -183,7 +183,7 @@ struct SimdVec {
     result = __builtin_shufflevector(a, b, index(kLane)...);
   }
 
-  // For GCC, which takes bytes element by element, or makes four to nine instructions of one.
+  // GCC converts bytes one element at a time, and 16-bit elements in four to nine instructions.
   C10_ALWAYS_INLINE static void zero_extend(const StoredVec& stored, Bits& bits) {
 #if defined(__x86_64__) && !defined(__clang__)
     if constexpr (sizeof(Bits) >= 32 && sizeof(Stored) == 1) {
@@ -197,7 +197,7 @@ struct SimdVec {
     bits = __builtin_convertvector(__builtin_convertvector(stored, U16Vec), Bits);
   }
 
-  /// Takes the lowest bits of each lane.
+  /// Keeps the lowest bits of each lane.
   C10_ALWAYS_INLINE static void truncate(const Bits& bits, StoredVec& stored) {
     constexpr bool kIsByte = sizeof(Stored) == 1;
 #if defined(__x86_64__) && !defined(__clang__)

@@ -11,7 +11,7 @@
 #include <cstdint>
 #include <type_traits>
 
-// Values stay in registers only where loops over them are unrolled.
+// Arrays stay in registers only if loops over them are unrolled.
 #if defined(__CUDA_ARCH__) || defined(__clang__)
 #define MEZZO_UNROLL_IN_REGISTERS _Pragma("unroll")
 #elif defined(__GNUC__)
@@ -23,13 +23,12 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// What a step reads and writes of `kCount` elements of a parameter's streams: the stored bits,
-/// each in the lower bits of a lane.
+/// The stored bits of `kCount` vectors of a parameter and its state, and its gradient values.
 template <class Functor, class WeightFormat, class Vec, int kCount>
 struct ElementBits {
   static constexpr unsigned kMomentArraySize = Functor::kNumMoments > 0 ? Functor::kNumMoments : 1;
   using MomentVec = typename Vec::template Rebind<typename WeightFormat::Moment>;
-  using U16Vec = typename Vec::template Rebind<c10::BFloat16>;  // any dtype of 16 bits
+  using U16Vec = typename Vec::template Rebind<c10::BFloat16>;  // any 16-bit dtype
 
   typename Vec::Value gradient[kCount];
   typename Vec::Bits parameter[kCount];
@@ -38,14 +37,14 @@ struct ElementBits {
   bool has_low_bits_or_model_param;
 };
 
-/// A step at some elements: widens their values, computes, and rounds them back. This is the body
-/// of every optimizer whose update looks at one element at a time.
+/// Steps vectors of elements: converts them to opmath, updates, and rounds them back. The body of
+/// every element-wise optimizer, on CPU and CUDA.
 ///
-/// A Functor (adam_element.h) has
-///   HyperParams and Coefficients, the numbers of a group and of one step of one parameter;
-///   kNumMoments, and Element<Vec>, made of Coefficients and called with the values.
-/// WeightFormat (weight_formats.h) say how parameter and moments are stored; Vec are the
-/// parameter's.
+/// A Functor (adam_functor.h) has
+///   HyperParams of a group and Coefficients of one step of one parameter;
+///   kNumMoments, and Update<Vec>, constructed from Coefficients and called with the values.
+/// WeightFormat (weight_formats.h) has the dtypes of parameter and moments. `Vec` is of the
+/// parameter's dtype.
 template <class Functor, class WeightFormat, class Vec>
 class StepFunctor {
  public:
@@ -56,30 +55,29 @@ class StepFunctor {
   using Scalar = typename Vec::Format::opmath_t;
   static constexpr bool kIsSplit = WeightFormat::kIsSplit;
   static constexpr bool kIsStochastic = WeightFormat::kIsStochastic;
-  /// Whether moments are rounded stochastically too.
   static constexpr bool kStochasticMoments =
       kIsStochastic &&
       std::is_same_v<typename WeightFormat::Moment, typename WeightFormat::Parameter>;
-  /// Whether a parameter may be the master of a weight of 16 bits, its copy: one of floats may.
+  /// Whether the parameter may be the master of a 16-bit weight.
   static constexpr bool kMayHaveModelParam =
       std::is_same_v<typename WeightFormat::Parameter, float>;
 
   C10_HOST_DEVICE C10_ALWAYS_INLINE StepFunctor(const typename Functor::Coefficients& coefficients,
-                                                const StepArgs& use)
+                                                const GradMultipliers& multipliers,
+                                                bool model_param_is_fp16)
       : update_(coefficients),
-        has_second_(use.multipliers.second != 1),
-        model_param_is_fp16_(use.model_param_is_fp16) {
-    Vec::broadcast(static_cast<Scalar>(use.multipliers.first), first_);
-    Vec::broadcast(static_cast<Scalar>(use.multipliers.second), second_);
+        has_second_(multipliers.second != 1),
+        model_param_is_fp16_(model_param_is_fp16) {
+    Vec::broadcast(static_cast<Scalar>(multipliers.first), first_);
+    Vec::broadcast(static_cast<Scalar>(multipliers.second), second_);
   }
 
-  /// Takes the step. `seeds`, for stochastic rounding: random key XOR the element's number in the
-  /// parameter, its lower 32 bits.
+  /// \param seeds  for stochastic rounding: RandomKey XOR the lower 32 bits of the element's index
   template <int kCount>
   C10_HOST_DEVICE C10_ALWAYS_INLINE void operator()(Elements<kCount>& elements,
                                                     const Bits (&seeds)[kCount]) const {
 #ifdef __CUDA_ARCH__
-    constexpr int kBatch = kCount;  // a device rounds values in pairs
+    constexpr int kBatch = kCount;  // a GPU rounds values in pairs
 #else
     constexpr int kBatch = 1;  // AVX2 has few registers
 #endif
@@ -97,7 +95,7 @@ class StepFunctor {
         if (!elements.has_low_bits_or_model_param) continue;
         MEZZO_UNROLL_IN_REGISTERS
         for (int i = 0; i < kBatch; ++i) {
-          round_to_model_param(parameters[i], elements.low_bits_or_model_param[at + i]);
+          write_model_param(parameters[i], elements.low_bits_or_model_param[at + i]);
         }
       }
     }
@@ -107,8 +105,8 @@ class StepFunctor {
   static constexpr unsigned kMomentArraySize = Functor::kNumMoments > 0 ? Functor::kNumMoments : 1;
   using MomentFormat = FloatFormat<typename WeightFormat::Moment>;
 
-  /// Of an element's 32 random bits the parameter takes the lower 16, and each moment the upper 16
-  /// of a product by an odd number: evenly spread, whatever the other's are.
+  /// Of an element's 32 random bits the parameter uses the lower 16, and each moment the upper 16
+  /// of a product with an odd number, which are uniform for any lower 16.
   C10_HOST_DEVICE C10_ALWAYS_INLINE static constexpr uint32_t noise_factor(unsigned moment) {
     return moment == 0 ? 1U : moment == 1 ? 0x9E3779B1U : 0x85EBCA77U;
   }
@@ -125,10 +123,11 @@ class StepFunctor {
       Vec::Format::to_opmath(elements.parameter[i], parameter);
     }
     if constexpr (kMayHaveModelParam) {
-      if (elements.has_low_bits_or_model_param)
+      if (elements.has_low_bits_or_model_param) {
         load_modified_model_param(elements.low_bits_or_model_param[i], parameter);
+      }
     }
-    if constexpr (Functor::kNumMoments > 0) {  // or GCC warns of the loop that never runs, at -O0
+    if constexpr (Functor::kNumMoments > 0) {  // GCC warns about an empty loop at -O0
       MEZZO_UNROLL_IN_REGISTERS
       for (unsigned k = 0; k != Functor::kNumMoments; ++k) {
         MomentFormat::to_opmath(elements.moments[k][i], moments[k]);
@@ -167,23 +166,23 @@ class StepFunctor {
     }
   }
 
-  /// Makes the weight's value the master where the weight does not have the bits that the master
-  /// rounds to: somebody has written the weight.
-  C10_HOST_DEVICE C10_ALWAYS_INLINE void load_modified_model_param(const Bits& own,
+  /// Sets the master to the model parameter's value if the parameter is not the master's rounding,
+  /// i.e. was modified outside the optimizer.
+  C10_HOST_DEVICE C10_ALWAYS_INLINE void load_modified_model_param(const Bits& model_param,
                                                                    Value& master) const {
     Bits rounded;
-    Value written;
-    round_to_model_param(master, rounded);
+    Value modified;
+    write_model_param(master, rounded);
     if (model_param_is_fp16_) {
-      FloatFormat<c10::Half>::to_opmath(own, written);
+      FloatFormat<c10::Half>::to_opmath(model_param, modified);
     } else {
-      FloatFormat<c10::BFloat16>::to_opmath(own, written);
+      FloatFormat<c10::BFloat16>::to_opmath(model_param, modified);
     }
-    master = own == rounded ? master : written;
+    master = model_param == rounded ? master : modified;
   }
 
-  C10_HOST_DEVICE C10_ALWAYS_INLINE void round_to_model_param(const Value& parameter,
-                                                              Bits& bits) const {
+  C10_HOST_DEVICE C10_ALWAYS_INLINE void write_model_param(const Value& parameter,
+                                                           Bits& bits) const {
     if (model_param_is_fp16_) {
       FloatFormat<c10::Half>::from_opmath(parameter, bits);
     } else {

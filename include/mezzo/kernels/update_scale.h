@@ -17,28 +17,27 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// A loss scale's state on a device, as tensors of one element.
+/// State of a loss scale on a device, as tensors of one element.
 struct ScaleTensors {
-  at::Tensor scale;               ///< float
-  at::Tensor inverse;             ///< float: inverse_scale(scale), always written with it
+  at::Tensor scale;               ///< float32
+  at::Tensor inverse;             ///< float32: inverse_scale(scale)
   at::Tensor growth_tracker;      ///< int32
   at::Tensor hysteresis_tracker;  ///< int32
 };
 
-/// Returns 1 / scale, correctly rounded: the bits of torch.amp and at::reciprocal. Computed in
-/// double, whose 53 bits (at least 2 * 24 + 2) make the second rounding harmless, and whose
-/// division no compiler flag makes approximate.
+/// Returns 1 / scale, correctly rounded, as torch.amp and at::reciprocal do. Computed in double: no
+/// compiler flag makes its division approximate, and its 53 bits of precision (at least 2 * 24 + 2)
+/// make the double rounding innocuous.
 C10_HOST_DEVICE inline float inverse_scale(float scale) {
   return static_cast<float>(1.0 / static_cast<double>(scale));
 }
 
-/// Throws if `options` needs an option that ATen's kernel lacks, on a device without mezzo's
-/// kernels.
+/// \throws c10::Error if ATen's kernel updates the scale on `device` and lacks an option
 inline void check_update_kernel(const GradScalerOptions& options, at::Device device) {
   TORCH_CHECK(options.hysteresis == 1 || options.mode != LossScaleMode::dynamic ||
                   kernel_backend(device) != KernelBackend::aten,
-              "hysteresis is ", options.hysteresis, ", which ATen's kernel for ", device.type(),
-              " lacks; link the CMake target mezzo::cuda, or leave hysteresis at 1");
+              "hysteresis is ", options.hysteresis, ", but ATen's kernel for ", device.type(),
+              " supports 1 only; link the CMake target mezzo::cuda, or set hysteresis to 1");
 }
 
 inline void update_scale_cpu_(const GradScalerOptions& options, const ScaleTensors& tensors,
@@ -52,7 +51,7 @@ inline void update_scale_cpu_(const GradScalerOptions& options, const ScaleTenso
   *tensors.inverse.mutable_data_ptr<float>() = inverse_scale(next.scale);
   *tracker_value = next.growth_tracker;
   *hysteresis_value = next.hysteresis_tracker;
-  // A graph may still hold the scale for its backward.
+  // An autograd graph may have saved the scale.
   tensors.scale.unsafeGetTensorImpl()->bump_version();
 }
 
@@ -68,9 +67,9 @@ inline void update_scale_aten_(const GradScalerOptions& options, ScaleTensors te
   at::reciprocal_out(tensors.inverse, tensors.scale);
 }
 
-/// GradScalerOptions::next on a device: updates the state in place. `found_inf` is a float, not 0
-/// if an inf was found. All tensors have one element and are on one device. One launch with mezzo's
-/// kernel.
+/// Updates the state in place by GradScalerOptions::next; one launch with mezzo's CUDA kernels. All
+/// tensors have one element and are on one device. `found_inf` is float32, not 0 after an inf or
+/// NaN.
 inline void update_scale_(const GradScalerOptions& options, const ScaleTensors& tensors,
                           const at::Tensor& found_inf) {
   if (options.mode != LossScaleMode::dynamic) return;

@@ -11,10 +11,9 @@
 
 #include <cstdint>
 
-// The formats of a parameter and its moments between steps, for one lane or many; and the random
-// bits of stochastic rounding. The bits are a hash of seed, step, parameter and element, so they do
-// not depend on the machine, the threads or the order of the work, and a resumed run continues
-// them. Not for cryptography.
+// Storage formats of a parameter and its moments, for scalars and vectors, and the random bits of
+// stochastic rounding. The bits are a hash of seed, step, parameter and element: they do not depend
+// on machine, threads or order, and a resumed run continues them. Not for cryptography.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
@@ -29,15 +28,16 @@ C10_HOST_DEVICE inline uint64_t splitmix64(uint64_t bits) {
   return bits ^ (bits >> 31);
 }
 
-/// `step` is 1 in the first step; `block` is the element's number / 2^32.
+/// \param step   1 in the first step
+/// \param block  element index / 2^32
 C10_HOST_DEVICE inline RandomKey random_key(uint64_t seed, uint64_t step, uint64_t parameter,
                                             uint64_t block) {
   return static_cast<RandomKey>(
       splitmix64(splitmix64(splitmix64(splitmix64(seed) ^ step) ^ parameter) ^ block));
 }
 
-/// Mixes 32 bits, for one lane or many: a permutation in which each bit of the result depends on
-/// each of `bits` (the multiply-xorshift hash with the constants of Wellons' search, 2018).
+/// Permutes 32 bits so that each result bit depends on all of `bits`: the multiply-xorshift hash
+/// lowbias32 (Wellons, 2018).
 template <class BitsVec>
 C10_HOST_DEVICE C10_ALWAYS_INLINE void hash_bits(BitsVec& bits) {
   bits = (bits ^ (bits >> 16)) * 0x7FEB352DU;
@@ -54,18 +54,18 @@ struct PlainWeightFormat {
   static constexpr bool kIsStochastic = false;
 };
 
-/// A float parameter in two halves, the upper of which is the model's; moments are floats.
+/// A float32 parameter as the model's bfloat16 and 16 low bits; moments are float32.
 struct SplitWeightFormat : PlainWeightFormat<c10::BFloat16> {
   using Moment = float;
   static constexpr bool kIsSplit = true;
 };
 
-/// Parameter and moments in bfloat16, rounded stochastically.
+/// Parameter and moments in bfloat16 with stochastic rounding.
 struct StochasticWeightFormat : PlainWeightFormat<c10::BFloat16> {
   static constexpr bool kIsStochastic = true;
 };
 
-/// Calls `visit.operator()<WeightFormat>()` with each way of keeping weights.
+/// Calls `visit.operator()<WeightFormat>()` for each format.
 template <class Visit>
 void for_each_weight_format(const Visit& visit) {
   visit.template operator()<PlainWeightFormat<float>>();
@@ -76,8 +76,7 @@ void for_each_weight_format(const Visit& visit) {
   visit.template operator()<StochasticWeightFormat>();
 }
 
-/// Returns whether a parameter is dtype as `WeightFormat`. `dtype` is the dtype of what is trained:
-/// float where that is a master.
+/// Returns whether parameters with this storage and dtype of the trained values have WeightFormat.
 template <class WeightFormat>
 bool matches_format(optim::WeightStorage storage, at::ScalarType dtype) {
   return WeightFormat::kIsSplit == (storage == optim::WeightStorage::split_master) &&
@@ -85,9 +84,9 @@ bool matches_format(optim::WeightStorage storage, at::ScalarType dtype) {
          dtype == c10::CppTypeToScalarType<typename WeightFormat::Parameter>::value;
 }
 
-/// Returns a float from its bfloat16 and a signed 16-bit number, by which its bits exceed those of
-/// the bfloat16. A negative number under a zero and a positive one under an infinity, which no
-/// split makes, are left from a value that somebody has written over, and count as none.
+/// Inverse of split_low_bits: adds the signed low bits to the bits of the bfloat16. Ignores
+/// negative low bits of a zero and positive ones of an infinity, which split_low_bits does not
+/// produce: they are left from a weight that was modified outside the optimizer.
 template <class BitsVec, class ValueVec>
 C10_HOST_DEVICE C10_ALWAYS_INLINE void combine_low_bits(const BitsVec& upper, const BitsVec& lower,
                                                         ValueVec& value) {
@@ -95,14 +94,13 @@ C10_HOST_DEVICE C10_ALWAYS_INLINE void combine_low_bits(const BitsVec& upper, co
   const BitsVec magnitude = upper & 0x7FFFU;
   const BitsVec if_negative = magnitude < 1U ? zero : lower;
   const BitsVec if_positive = magnitude > 0x7F7FU ? zero : lower;
-  const BitsVec own = lower > 0x7FFFU ? if_negative : if_positive;
-  const BitsVec wide = (upper << 16) + ((own ^ 0x8000U) - 0x8000U);
+  const BitsVec remainder = lower > 0x7FFFU ? if_negative : if_positive;
+  const BitsVec wide = (upper << 16) + ((remainder ^ 0x8000U) - 0x8000U);
   reinterpret_bits(wide, value);
 }
 
-/// Splits a float exactly into its nearest bfloat16 and the signed 16-bit rest. Of two equally near
-/// bfloat16 it takes the one of larger magnitude, the only one for which 16 bits suffice. A NaN
-/// loses its payload.
+/// Splits a float32 exactly into the nearest bfloat16 and a signed 16-bit remainder. Ties round
+/// away from zero, for which 16 bits suffice. A NaN loses its payload.
 template <class ValueVec, class BitsVec>
 C10_HOST_DEVICE C10_ALWAYS_INLINE void split_low_bits(const ValueVec& value, BitsVec& upper,
                                                       BitsVec& lower) {
@@ -115,16 +113,15 @@ C10_HOST_DEVICE C10_ALWAYS_INLINE void split_low_bits(const ValueVec& value, Bit
   lower = (wide & 0x7FFFFFFFU) > 0x7F800000U ? zero : wide & 0xFFFFU;
 }
 
-/// Rounds to one of the two bfloat16 around `value` at random, so that the mean of many roundings
-/// is `value`. Rounds up in magnitude if the 16 bits that are cut off plus `noise`, 16 random bits,
-/// carry into the next bit.
+/// Rounds to one of the two neighboring bfloat16 values at random, with mean `value`: up in
+/// magnitude if the 16 truncated bits plus `noise`, 16 random bits, carry.
 template <class ValueVec, class BitsVec>
 C10_HOST_DEVICE C10_ALWAYS_INLINE void stochastic_round_to_bf16(const ValueVec& value,
                                                                 const BitsVec& noise,
                                                                 BitsVec& bits) {
   BitsVec wide;
   reinterpret_bits(value, wide);
-  // What arithmetic makes is a quiet NaN, also when it is cut off.
+  // Arithmetic produces quiet NaNs, which stay NaN when truncated.
   wide = (wide << 1) > 0xFF000000U ? wide : wide + noise;
   bits = wide >> 16;
 }

@@ -16,13 +16,11 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// Calls `work(i)` once for each i below `count` on libtorch's intra-op threads, each of which
-/// takes the next as soon as it is free: cores are not equally fast, and a thread that the system
-/// holds up holds up no more than its chunk_size.
+/// Calls `work(i)` once for each i in [0, count) on libtorch's intra-op threads, dynamically
+/// scheduled: cores differ in speed, and a preempted thread delays only its own item.
 ///
-/// at::parallel_for will not do in a header: it is a template, and runs serially in a caller that
-/// is compiled without -fopenmp. TensorIterator's loop over elements lives in libtorch itself; here
-/// its elements are the threads.
+/// Not at::parallel_for: a template, it runs serially in a caller compiled without -fopenmp.
+/// TensorIterator::for_each is compiled in libtorch; here its elements are the threads.
 inline void parallel_dynamic(int64_t count, c10::function_ref<void(int64_t)> work) {
   std::atomic<int64_t> next{0};
   const auto run_items = [&](char**, const int64_t*, int64_t, int64_t) {
@@ -37,27 +35,27 @@ inline void parallel_dynamic(int64_t count, c10::function_ref<void(int64_t)> wor
   iterator.for_each(run_items, /*grain_size=*/1);
 }
 
-/// The number of elements below which another thread costs more time than it saves.
+/// The fewest elements for which another thread pays.
 inline constexpr int64_t kThreadGrain = 32768;
 
-/// The elements of several tensors, cut into chunks. Chunks depend on the sizes alone, not on the
-/// number of threads, so sums taken chunk by chunk are equal on any machine. Threads take small
-/// chunks in batches.
+/// Divides the elements of several tensors into chunks. Chunks depend on the sizes, not on the
+/// number of threads, so that sums over chunks are bitwise identical on any machine. Small chunks
+/// are scheduled in batches.
 class WorkChunks {
  public:
   struct Chunk {
-    std::size_t tensor_index;  ///< the tensor's number, as it was added
+    std::size_t tensor_index;  ///< the argument of add()
     int64_t begin;
-    int64_t count;
+    int64_t numel;
   };
 
-  /// Makes chunks of `size` elements (an item's last may be smaller), in batches of at least
-  /// `batch` elements.
+  /// \param size   elements per chunk; a tensor's last chunk may be smaller
+  /// \param batch  the fewest elements that a thread takes at a time
   explicit WorkChunks(int64_t size, int64_t batch = kThreadGrain) : size_(size), batch_(batch) {}
 
-  void add(std::size_t tensor_index, int64_t count) {
-    for (int64_t begin = 0; begin < count; begin += size_) {
-      const int64_t chunk_size = std::min(size_, count - begin);
+  void add(std::size_t tensor_index, int64_t numel) {
+    for (int64_t begin = 0; begin < numel; begin += size_) {
+      const int64_t chunk_size = std::min(size_, numel - begin);
       if (batch_budget_ <= 0) {
         first_of_batch_.push_back(chunks_.size());
         batch_budget_ = batch_;
@@ -69,7 +67,7 @@ class WorkChunks {
 
   std::size_t size() const noexcept { return chunks_.size(); }
 
-  /// Calls `work(i, chunk)` once for every chunk, on libtorch's threads; i is the chunk's number.
+  /// Calls `work(i, chunk)` for chunk i of all, on libtorch's threads.
   void for_each(c10::function_ref<void(std::size_t, const Chunk&)> work) const {
     parallel_dynamic(static_cast<int64_t>(first_of_batch_.size()), [&](int64_t index) {
       const auto batch = static_cast<std::size_t>(index);
@@ -79,7 +77,7 @@ class WorkChunks {
     });
   }
 
-  /// Calls `work(chunk)` for every chunk, and returns whether any call returned true.
+  /// Calls `work(chunk)` for every chunk. Returns whether any call returned true.
   template <class Work>
   bool any(const Work& work) const {
     std::atomic<bool> found{false};
@@ -90,11 +88,11 @@ class WorkChunks {
   }
 
  private:
-  static constexpr int64_t kChunkCost = 128;  // of a call or two, in elements
+  static constexpr int64_t kChunkCost = 128;  // of a function call, in elements
 
   int64_t size_;
   int64_t batch_;
-  int64_t batch_budget_ = 0;  // of the last batch
+  int64_t batch_budget_ = 0;  // elements left in the last batch
   std::vector<Chunk> chunks_;
   std::vector<std::size_t> first_of_batch_;
 };

@@ -7,6 +7,7 @@
 #include <mezzo/autocast/detail/autocast_region.h>
 #include <mezzo/autocast/detail/thread_op_overrides.h>
 #include <mezzo/base/model_refs.h>
+#include <mezzo/base/optimizer_refs.h>
 #include <mezzo/base/version.h>
 #include <mezzo/opt_levels/opt_level.h>
 #include <mezzo/optim/master_weights.h>

@@ -1,6 +1,5 @@
 /// \file
-/// AdamW and Adam in one pass over memory: `torch::optim::AdamW` and `torch::optim::Adam` together
-/// with the rest of a mixed-precision step (unscale, clip, skip, zero the gradients).
+/// Fused AdamW and Adam: unscale, clip, skip, update and zero gradients in one pass over memory.
 #pragma once
 
 #include <mezzo/base/version.h>
@@ -22,7 +21,7 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// The state that Adam and AdamW keep of a parameter. `Base` is libtorch's.
+/// Per-parameter state of Adam and AdamW. `Base` is torch's.
 template <class Derived, class Base>
 class AdamState : public FusedParamState<Derived, Base> {
  public:
@@ -33,7 +32,7 @@ class AdamState : public FusedParamState<Derived, Base> {
   }
 };
 
-/// What Adam, and with kIsDecoupled AdamW, says of itself.
+/// Traits of Adam, and with kIsDecoupled of AdamW.
 template <class Options, class State, bool kIsDecoupled>
 struct AdamTraits : OptimizerTraits<Options, State, AdamFunctor<false>, AdamFunctor<true>> {
   static constexpr const char* kName = kIsDecoupled ? "AdamW" : "Adam";
@@ -57,13 +56,13 @@ struct AdamTraits : OptimizerTraits<Options, State, AdamFunctor<false>, AdamFunc
     const auto adam = hyper_params.functor_args.as<AdamHyperParams>();
     const at::Tensor lr = amp_args.lr_factor ? *amp_args.lr_factor * hyper_params.lr
                                              : at::scalar_tensor(hyper_params.lr, at::kDouble);
-    const auto& [means, squares, largest] = lists.moments;
+    const auto& [exp_avgs, exp_avg_sqs, max_exp_avg_sqs] = lists.moments;
     const auto step = [](const auto&... arguments) {
       kIsDecoupled ? at::_fused_adamw_(arguments...) : at::_fused_adam_(arguments...);
     };
-    step(lists.parameters, lists.gradients, means, squares, largest, lists.counts, lr, adam.beta1,
-         adam.beta2, adam.weight_decay, adam.eps, hyper_params.has_extra_moment, /*maximize=*/false,
-         amp_args.grad_scale, amp_args.found_inf);
+    step(lists.parameters, lists.gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, lists.counts,
+         lr, adam.beta1, adam.beta2, adam.weight_decay, adam.eps, hyper_params.has_extra_moment,
+         /*maximize=*/false, amp_args.grad_scale, amp_args.found_inf);
   }
 };
 
@@ -71,75 +70,73 @@ struct AdamTraits : OptimizerTraits<Options, State, AdamFunctor<false>, AdamFunc
 
 namespace optim {
 
-/// libtorch's options, with its names, defaults and keys in an archive; WeightStorageOptions adds
-/// mezzo's. `eps` does not underflow with half weights, since arithmetic is in float.
+/// torch's options; WeightStorageOptions adds mezzo's. `eps` does not underflow for float16
+/// parameters, since arithmetic is in float32.
 using AdamWOptions = torch::optim::AdamWOptions;
-/// Adam has the same options; its `weight_decay` (0) adds weight_decay * parameter to the gradient.
+/// torch's options. `weight_decay` (default 0) adds weight_decay * parameter to the gradient.
 using AdamOptions = torch::optim::AdamOptions;
 
-/// AdamW's state of a parameter: `torch::optim::AdamWParamState`, with the tensors `exp_avg()`,
-/// `exp_avg_sq()` and, with amsgrad, `max_exp_avg_sq()`, of the parameter's shape and dtype, and
-/// the count `step()`. Values that you write to it, through libtorch's type too, count from the
-/// next step on.
+/// Per-parameter state of AdamW: `torch::optim::AdamWParamState`, with `exp_avg()`, `exp_avg_sq()`
+/// and, with amsgrad, `max_exp_avg_sq()` of the parameter's shape and dtype, and `step()`. External
+/// writes, also through torch's type, take effect at the next step.
 ///
-/// For a parameter that is not on the CPU the device counts the steps. `step()` waits for it;
-/// `step(n)` writes to the device without waiting, and captured graphs go on from there. libtorch's
-/// own `step()`, called on a `torch::optim::AdamWParamState&`, then returns -1: copy a state with
-/// `clone()`, not by slicing. A count that is set through libtorch's type is sent to the device by
-/// the next step that is called; replays do not see it, and a graph that captures that step writes
-/// it in every replay.
+/// For parameters that are not on the CPU the device counts the steps: `step()` synchronizes, and
+/// `step(n)` writes to the device without synchronizing, so that captured graphs follow. `step()`
+/// of torch's type, called on a `torch::optim::AdamWParamState&`, then returns -1: copy a state
+/// with `clone()`, not by slicing. A count set through torch's type is copied to the device by the
+/// next eager step; replays ignore it, and a graph that captures that step writes it at every
+/// replay.
 struct AdamWParamState : public detail::AdamState<AdamWParamState, torch::optim::AdamWParamState> {
 };
 
-/// Adam's state of a parameter; see AdamWParamState.
+/// Per-parameter state of Adam; see AdamWParamState.
 struct AdamParamState : public detail::AdamState<AdamParamState, torch::optim::AdamParamState> {};
 
-/// Adam with decoupled weight decay (Loshchilov and Hutter, 2019), with the results of
-/// `torch::optim::AdamW` within rounding, in one pass over gradient, parameter and moments:
-/// `scaler.step(optimizer, {.max_norm = 1.0, .zero_grad = true})`, or `optimizer.step()`.
+/// Adam with decoupled weight decay (Loshchilov and Hutter, 2019), equal to `torch::optim::AdamW`
+/// within rounding, in one pass over gradient, parameter and moments: `scaler.step(optimizer,
+/// {.max_norm = 1.0, .zero_grad = true})`, or `optimizer.step()`.
 ///
-/// **Dtypes.** Parameters are float, double, bfloat16 or half, dense in memory in any order of
-/// dimensions. Gradients have the same dtype; float parameters also take gradients of bfloat16 or
-/// half, all others also of float.
-/// Arithmetic is in float (double for double), results are rounded once, and moments have the
-/// parameter's dtype unless WeightStorage says otherwise. Bits do not depend on threads or CPU.
+/// **Dtypes.** Parameters are float32, float64, bfloat16 or float16, non-overlapping and dense.
+/// Gradients have the same dtype; for float32 parameters also bfloat16 or float16, for all others
+/// also float32. Arithmetic is in float32 (float64 for float64), results are rounded once, and
+/// moments have the parameter's dtype unless WeightStorage says otherwise. Results are bitwise
+/// identical for any number of threads and any CPU.
 ///
-/// **Steps.** Parameters without a gradient are left out. A step checks everything before it writes
-/// anything, and leaves gradients as they are unless `zero_grad` is asked for. Groups and their
-/// options may change between steps. A step may run under InferenceMode.
+/// **Steps.** A step skips parameters without a gradient, checks everything before the first write,
+/// and does not change gradients unless `zero_grad` is set. Groups and options may change between
+/// steps. A step may run under c10::InferenceMode.
 ///
-/// **Code and files of torch::optim::AdamW** work as they are: casts to its options and states,
-/// libtorch's schedulers, groups with its options, and `torch::save` files in both directions.
-/// Loading is all or nothing, and leaves no state that the file lacks.
+/// **Code and archives of torch::optim::AdamW** work unchanged: casts to its options and states,
+/// torch's schedulers, groups with its options, and `torch::save` in both directions. `load` has
+/// the strong exception guarantee and drops states that the archive lacks.
 ///
-/// **Devices.** On CUDA with the target `mezzo::cuda` nothing waits for the device, and a step can
-/// be captured in a CUDA graph once a first step has made the state; docs/optimizers.md counts the
-/// launches. Without that target, and on other devices, ATen's fused kernels take the step, beside
-/// a copy of gradients that carry a loss scale.
+/// **Devices.** On CUDA with the CMake target `mezzo::cuda` a step is asynchronous, and can be
+/// captured in a CUDA graph after a first step has created the state; docs/optimizers.md lists the
+/// launches. Without that target, and on other devices, ATen's fused kernels are used, on a copy of
+/// scaled gradients.
 ///
-/// Use it from one thread at a time; it shares its work among libtorch's (`at::set_num_threads`).
+/// Not thread-safe. Uses torch's intra-op threads (`at::set_num_threads`).
 class AdamW : public detail::FusedOptimizer<
                   detail::AdamTraits<AdamWOptions, AdamWParamState, /*kIsDecoupled=*/true>> {
  public:
-  /// Takes param groups or parameters, and options, which have defaults:
+  /// Constructs from param groups or parameters; both options have defaults:
   ///
   ///     AdamW(groups, const AdamWOptions&, const WeightStorageOptions&)
   ///     AdamW(std::vector<at::Tensor> parameters, const AdamWOptions&, const WeightStorageOptions&)
   ///
-  /// \throws c10::Error unless lr, eps and weight_decay are at least 0 and the betas in [0, 1), or
-  ///   if there is no parameter, a parameter is given twice, or two share memory
+  /// \throws c10::Error unless lr, eps and weight_decay are at least 0 and the betas in [0, 1), or if
+  ///   there is no parameter, a parameter appears twice, or two share memory
   using FusedOptimizer::FusedOptimizer;
 };
 
-/// Adam (Kingma and Ba, 2015), with the results of `torch::optim::Adam` within rounding, in one
-/// pass over gradient, parameter and moments. The comment of AdamW on dtypes,
-/// layouts, groups, files, devices and threads holds here too.
+/// Adam (Kingma and Ba, 2015), equal to `torch::optim::Adam` within rounding, in one pass over
+/// gradient, parameter and moments. See AdamW for dtypes, groups, archives, devices and threads.
 class Adam : public detail::FusedOptimizer<
                  detail::AdamTraits<AdamOptions, AdamParamState, /*kIsDecoupled=*/false>> {
  public:
-  /// Takes what AdamW's constructors take, with AdamOptions.
-  /// \throws c10::Error unless lr, eps and weight_decay are at least 0 and the betas in [0, 1), or
-  ///   if there is no parameter, a parameter is given twice, or two share memory
+  /// AdamW's constructors with AdamOptions.
+  /// \throws c10::Error unless lr, eps and weight_decay are at least 0 and the betas in [0, 1), or if
+  ///   there is no parameter, a parameter appears twice, or two share memory
   using FusedOptimizer::FusedOptimizer;
 };
 

@@ -27,21 +27,21 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace optim {
 
-/// What AdamW8bit takes beside AdamW's options.
+/// Options of AdamW8bit besides AdamW's.
 struct AdamW8bitOptions {
-  /// Parameters whose moments stay float. Name embeddings here, as the paper does: a row's moments
-  /// are lost beside a row with larger gradients in the same block.
+  /// Parameters with float32 moments. Include embeddings, as in the paper: small moments of a row
+  /// are quantized to 0 if another row of the same block has larger gradients.
   std::vector<at::Tensor> params_with_fp32_state = {};
-  /// Seed of the random bits by which weights of bfloat16 are rounded.
+  /// Seed of the stochastic rounding of bfloat16 parameters.
   std::uint64_t seed = 0;
 };
 
-/// AdamW8bit's state of a parameter. Moments are codes, in bytes, with a float scale for each block
-/// of 256 elements; or floats, with undefined scales.
+/// Per-parameter state of AdamW8bit. Moments are uint8 with a float32 absmax for each block of 256
+/// elements; or float32 with undefined absmax.
 struct AdamW8bitParamState : public torch::optim::AdamWParamState {
-  /// The scales of exp_avg: each is its block's largest magnitude.
+  /// Maximum magnitude of each block of exp_avg.
   TORCH_ARG(at::Tensor, exp_avg_absmax);
-  /// The scales of exp_avg_sq.
+  /// Maximum magnitude of each block of exp_avg_sq.
   TORCH_ARG(at::Tensor, exp_avg_sq_absmax);
 
  public:
@@ -49,7 +49,7 @@ struct AdamW8bitParamState : public torch::optim::AdamWParamState {
   std::unique_ptr<torch::optim::OptimizerParamState> clone() const override {
     return std::make_unique<AdamW8bitParamState>(*this);
   }
-  /// Reads the state of a file.
+  /// Reads the state.
   void serialize(torch::serialize::InputArchive& archive) override {
     AdamWParamState::serialize(archive);
     _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(at::Tensor, exp_avg_absmax);
@@ -63,27 +63,27 @@ struct AdamW8bitParamState : public torch::optim::AdamWParamState {
   }
 };
 
-/// AdamW whose moments take 2 bytes a parameter in place of 8: codes of 8 bits in blocks of 256
-/// elements, the codes and scales of bitsandbytes' optimizer of this name (Dettmers et al., "8-bit
-/// Optimizers via Block-wise Quantization", 2022).
+/// AdamW with 8-bit moments (2 bytes per parameter instead of 8), quantized in blocks of 256
+/// elements in the format of bitsandbytes' AdamW8bit (Dettmers et al., "8-bit Optimizers via
+/// Block-wise Quantization", 2022).
 ///
-/// Weights are float (10 bytes a parameter, its gradient included), or bfloat16, which each step
-/// rounds stochastically (6 bytes). A step computes in float and rounds the moments to the nearest
-/// code. Parameters of fewer than 4,096 elements keep float moments.
+/// Parameters are float32 (10 bytes per parameter, gradient included), or bfloat16 with stochastic
+/// rounding (6 bytes). A step computes in float32 and rounds moments to the nearest quantized
+/// value. Parameters of fewer than 4,096 elements have float32 moments.
 ///
-/// An ordinary `torch::optim::Optimizer`: a GradScaler waits once for a GPU, as for torch's
-/// optimizers. It steps parameters on the CPU, and on CUDA where the CMake target mezzo::cuda is
-/// linked. Bits depend on no number of threads.
+/// A `torch::optim::Optimizer`: as with torch's optimizers a GradScaler synchronizes once with a
+/// GPU. Supports the CPU, and CUDA with the CMake target mezzo::cuda. Results are bitwise identical
+/// for any number of threads.
 class AdamW8bit : public detail::TorchOptimizerBase<AdamW8bit, torch::optim::AdamWOptions,
                                                     AdamW8bitParamState> {
  public:
-  /// Takes param groups with libtorch's AdamWOptions, and options for those that have none.
-  /// \throws c10::Error for options out of range, amsgrad among them, if there is no parameter, or
-  ///   one is given twice, or `options.params_with_fp32_state` names another tensor
+  /// \param defaults  options of groups without options
+  /// \throws c10::Error for options out of range, amsgrad included, if there is no parameter or one
+  ///   appears twice, or for another tensor in `options.params_with_fp32_state`
   explicit AdamW8bit(const std::vector<torch::optim::OptimizerParamGroup>& groups,
                      const torch::optim::AdamWOptions& defaults = {},
                      const AdamW8bitOptions& options = {});
-  /// Takes parameters, as one group.
+  /// Makes one group of `parameters`.
   explicit AdamW8bit(std::vector<at::Tensor> parameters,
                      const torch::optim::AdamWOptions& defaults = {},
                      const AdamW8bitOptions& options = {})
@@ -94,7 +94,7 @@ class AdamW8bit : public detail::TorchOptimizerBase<AdamW8bit, torch::optim::Ada
     TorchOptimizerBase::save(archive);
     archive.write("seed", c10::IValue(static_cast<int64_t>(seed_)));
   }
-  /// Reads what `save` wrote. A moment goes on as it was saved, in 8 bits or in float.
+  /// Reads what `save` wrote. Moments keep the format of the archive, 8-bit or float32.
   void load(torch::serialize::InputArchive& archive) override {
     TorchOptimizerBase::load(archive);
     seed_ = read_seed(archive);
@@ -109,9 +109,7 @@ class AdamW8bit : public detail::TorchOptimizerBase<AdamW8bit, torch::optim::Ada
         kName,
         {{"lr", options.lr()}, {"eps", options.eps()}, {"weight_decay", options.weight_decay()}},
         options.betas());
-    TORCH_CHECK(!options.amsgrad(),
-                "AdamW8bit: amsgrad is true, for which there is no format of 8 bits; use "
-                "mezzo::optim::AdamW");
+    TORCH_CHECK(!options.amsgrad(), "AdamW8bit does not support amsgrad; use mezzo::optim::AdamW");
   }
   static void check_extra_keys(torch::serialize::InputArchive& archive) {
     (void)read_seed(archive);
@@ -119,14 +117,14 @@ class AdamW8bit : public detail::TorchOptimizerBase<AdamW8bit, torch::optim::Ada
   static std::uint64_t read_seed(torch::serialize::InputArchive& archive) {
     c10::IValue seed;
     TORCH_CHECK(archive.try_read("seed", seed) && seed.isInt(),
-                "AdamW8bit: the archive lacks its seed; it is damaged: load an earlier file");
+                "AdamW8bit: the archive lacks its seed; it is corrupt: load an earlier one");
     return static_cast<std::uint64_t>(seed.toInt());
   }
-  static void check_state_fits(bool fits, const at::Tensor& parameter,
-                               const detail::OptimizerDescription& description) {
-    TORCH_CHECK(fits, "AdamW8bit: the state of ", description.describe(parameter),
+  static void check_state_matches(bool matches, const at::Tensor& parameter,
+                                  const detail::OptimizerDescription& description) {
+    TORCH_CHECK(matches, "AdamW8bit: the state of ", description.describe_param(parameter),
                 " is not that of a parameter of this shape, layout and device; load the "
-                "optimizer's own file, for a model that is where it was");
+                "optimizer's archive, for a model on the device where it was saved");
   }
   inline void check_gradient(const at::Tensor& parameter);
   inline static void check_state(const at::Tensor& parameter, const AdamW8bitParamState& state,
@@ -144,44 +142,47 @@ inline AdamW8bit::AdamW8bit(const std::vector<torch::optim::OptimizerParamGroup>
     : TorchOptimizerBase(groups, defaults), seed_(options.seed) {
   const std::vector<at::Tensor> all = description().parameters();
   for (std::size_t i = 0; i < options.params_with_fp32_state.size(); ++i) {
-    const at::Tensor& named = options.params_with_fp32_state[i];
-    const auto is_named = [&](const at::Tensor& parameter) { return parameter.is_same(named); };
-    TORCH_CHECK(std::any_of(all.begin(), all.end(), is_named), "AdamW8bit: params_with_fp32_state[",
+    const at::Tensor& param = options.params_with_fp32_state[i];
+    const auto is_same = [&](const at::Tensor& parameter) { return parameter.is_same(param); };
+    TORCH_CHECK(std::any_of(all.begin(), all.end(), is_same), "AdamW8bit: params_with_fp32_state[",
                 i,
-                "] is no parameter of this optimizer; name tensors of its groups, such as "
+                "] is not a parameter of this optimizer; use tensors of its groups, such as "
                 "embedding->weight");
-    params_with_fp32_state_.insert(named.unsafeGetTensorImpl());
+    params_with_fp32_state_.insert(param.unsafeGetTensorImpl());
   }
 }
 
-/// Checks a parameter that has a gradient, and where its state is.
+/// Checks a parameter, its gradient, and the device of its state.
 inline void AdamW8bit::check_gradient(const at::Tensor& parameter) {
   const at::Tensor& gradient = parameter.grad();
   const at::ScalarType dtype = parameter.scalar_type();
-  TORCH_CHECK(detail::kernel_backend(parameter.device()) != detail::KernelBackend::aten,
-              "AdamW8bit: ", description().describe(parameter),
-              " is on a device without mezzo's kernels; keep the "
-              "model on the CPU, or on CUDA and link the CMake target mezzo::cuda");
+  TORCH_CHECK(
+      detail::kernel_backend(parameter.device()) != detail::KernelBackend::aten,
+      "AdamW8bit: ", description().describe_param(parameter),
+      " is on a device without mezzo kernels; keep the model on the CPU, or on CUDA and link "
+      "the CMake target mezzo::cuda");
   detail::check_dense_gradient(parameter, description());
-  TORCH_CHECK((dtype == at::kFloat || dtype == at::kBFloat16) &&
-                  (gradient.scalar_type() == dtype || gradient.scalar_type() == at::kFloat),
-              "AdamW8bit takes parameters of float32 or bfloat16 with gradients of the same dtype "
-              "or float32, and that of ",
-              description().describe(parameter), " is ", detail::describe(gradient),
-              "; cast the model before its optimizer is made");
+  TORCH_CHECK(
+      (dtype == at::kFloat || dtype == at::kBFloat16) &&
+          (gradient.scalar_type() == dtype || gradient.scalar_type() == at::kFloat),
+      "AdamW8bit supports float32 and bfloat16 parameters with gradients of the same dtype or "
+      "float32, and the gradient of ",
+      description().describe_param(parameter), " is ", detail::describe(gradient),
+      "; cast the model before the optimizer is made");
   const auto found = state_.find(parameter.unsafeGetTensorImpl());
   if (found == state_.end()) return;
   const auto* const state = dynamic_cast<const AdamW8bitParamState*>(found->second.get());
-  const auto fits = [&](const at::Tensor& tensor) {
+  const auto is_on_device = [&](const at::Tensor& tensor) {
     return !tensor.defined() || tensor.device() == parameter.device();
   };
-  const bool is_here =
-      state == nullptr || (fits(state->exp_avg()) && fits(state->exp_avg_sq()) &&
-                           fits(state->exp_avg_absmax()) && fits(state->exp_avg_sq_absmax()));
-  check_state_fits(is_here, parameter, description());
+  const bool has_state_here =
+      state == nullptr ||
+      (is_on_device(state->exp_avg()) && is_on_device(state->exp_avg_sq()) &&
+       is_on_device(state->exp_avg_absmax()) && is_on_device(state->exp_avg_sq_absmax()));
+  check_state_matches(has_state_here, parameter, description());
 }
 
-/// Checks a state, which a file may have brought.
+/// Checks shapes, dtypes and layouts of a state, which may be loaded.
 inline void AdamW8bit::check_state(const at::Tensor& parameter, const AdamW8bitParamState& state,
                                    const detail::OptimizerDescription& description) {
   const auto fits = [&](const at::Tensor& moment, const at::Tensor& scales) {
@@ -193,24 +194,24 @@ inline void AdamW8bit::check_state(const at::Tensor& parameter, const AdamW8bitP
     return moment.scalar_type() == at::kByte && scales.scalar_type() == at::kFloat &&
            scales.is_contiguous() && scales.numel() == detail::num_quant_blocks(parameter.numel());
   };
-  check_state_fits(fits(state.exp_avg(), state.exp_avg_absmax()) &&
-                       fits(state.exp_avg_sq(), state.exp_avg_sq_absmax()) &&
-                       state.exp_avg_absmax().defined() == state.exp_avg_sq_absmax().defined(),
-                   parameter, description);
+  check_state_matches(fits(state.exp_avg(), state.exp_avg_absmax()) &&
+                          fits(state.exp_avg_sq(), state.exp_avg_sq_absmax()) &&
+                          state.exp_avg_absmax().defined() == state.exp_avg_sq_absmax().defined(),
+                      parameter, description);
 }
 
 inline AdamW8bitParamState& AdamW8bit::get_or_create_state(const at::Tensor& parameter) {
   auto& state = state_[parameter.unsafeGetTensorImpl()];
   if (state != nullptr) return static_cast<AdamW8bitParamState&>(*state);
   auto created = std::make_unique<AdamW8bitParamState>();
-  const bool has_floats = parameter.numel() < 4096 ||
-                          params_with_fp32_state_.count(parameter.unsafeGetTensorImpl()) != 0;
+  const bool has_fp32_moments = parameter.numel() < 4096 ||
+                                params_with_fp32_state_.count(parameter.unsafeGetTensorImpl()) != 0;
   const auto options = parameter.options().requires_grad(false);
   for (at::Tensor* const moment : {&created->exp_avg(), &created->exp_avg_sq()}) {
-    *moment = at::zeros_like(parameter, options.dtype(has_floats ? at::kFloat : at::kByte),
+    *moment = at::zeros_like(parameter, options.dtype(has_fp32_moments ? at::kFloat : at::kByte),
                              at::MemoryFormat::Preserve);
   }
-  if (!has_floats) {
+  if (!has_fp32_moments) {
     for (at::Tensor* const scales : {&created->exp_avg_absmax(), &created->exp_avg_sq_absmax()}) {
       *scales = at::zeros({detail::num_quant_blocks(parameter.numel())}, options.dtype(at::kFloat));
     }
@@ -221,7 +222,7 @@ inline AdamW8bitParamState& AdamW8bit::get_or_create_state(const at::Tensor& par
 
 inline void AdamW8bit::update() {
   std::vector<std::pair<at::Device, std::vector<detail::AdamW8bitParamArgs>>> by_device;
-  std::vector<at::Tensor> gradients;  // kept alive
+  std::vector<at::Tensor> gradients;  // kept alive until the kernels have run
   std::uint64_t param_index = 0;
   for (const auto& group : param_groups_) {
     const auto& options = static_cast<const torch::optim::AdamWOptions&>(group.options());
@@ -246,18 +247,17 @@ inline void AdamW8bit::update() {
       if (found == by_device.end()) {
         found = by_device.insert(found, {parameter.device(), {}});
       }
-      found->second.push_back(
-          {{parameter.mutable_data_ptr(),
-            const_cast<void*>(gradients.back().const_data_ptr()),
-            {state.exp_avg().mutable_data_ptr(), state.exp_avg_sq().mutable_data_ptr()},
-            parameter.numel()},
-           {scales(state.exp_avg_absmax()), scales(state.exp_avg_sq_absmax())},
-           parameter.scalar_type(),
-           hyper_params.coefficients(options.lr(), state.step()),
-           {.gradient_dtype = gradients.back().scalar_type(),
-            .seed = seed_,
-            .step = static_cast<std::uint64_t>(state.step()),
-            .param_index = own_number}});
+      found->second.push_back({{.pointers = {parameter.mutable_data_ptr(),
+                                             const_cast<void*>(gradients.back().const_data_ptr()),
+                                             {state.exp_avg().mutable_data_ptr(),
+                                              state.exp_avg_sq().mutable_data_ptr()},
+                                             parameter.numel()},
+                                .param_index = static_cast<std::uint32_t>(own_number),
+                                .parameter_dtype = parameter.scalar_type(),
+                                .gradient_dtype = gradients.back().scalar_type()},
+                               {scales(state.exp_avg_absmax()), scales(state.exp_avg_sq_absmax())},
+                               hyper_params.coefficients(options.lr(), state.step()),
+                               {.seed = seed_, .step = static_cast<std::uint64_t>(state.step())}});
       detail::bump_version(parameter);
     }
   }

@@ -1,17 +1,17 @@
 /// \file
-/// The target `mezzo::compiled`: mezzo's loops and functions compiled once, for programs of many
-/// units. The loops over gradients and parameters, for several dtypes and instruction sets, are
-/// most of what compiling a unit that trains costs.
+/// CMake target `mezzo::compiled`: mezzo's kernels and functions compiled once, for programs of
+/// several translation units. The kernels, for several dtypes and instruction sets, dominate
+/// compile time.
 ///
 ///     find_package(mezzo 0.3 CONFIG REQUIRED COMPONENTS compiled)   # or add_subdirectory(mezzo)
-///     target_link_libraries(train PRIVATE mezzo::compiled)          # in place of mezzo::mezzo
+///     target_link_libraries(train PRIVATE mezzo::compiled)          # instead of mezzo::mezzo
 ///
-/// For CUDA kernels link `mezzo::cuda` beside it. Results are the same bits. The library also holds
+/// For CUDA kernels also link `mezzo::cuda`. Results are bitwise identical. The library also has
 /// GradScaler, MasterWeights, op overrides and checkpoints (`mezzo/compiled.cpp`).
 ///
-/// The target defines MEZZO_COMPILED_LIB for its users' units, which then leave these functions to
-/// the library. It is a choice for the whole program: define it nowhere else. Units without it hold
-/// the same functions inline, and still link.
+/// The target defines MEZZO_COMPILED_LIB for its users, whose translation units then use the
+/// library's definitions. Do not define it anywhere else. Translation units without it have the
+/// same functions inline, and link together with the others.
 #pragma once
 
 #include <mezzo/base/version.h>
@@ -19,31 +19,31 @@
 #include <mezzo/optim/lion.h>
 #include <mezzo/optim/sgd.h>
 
-// compiled.cpp defines these templates; for all other units they are extern.
+// compiled.cpp instantiates these templates; they are extern everywhere else.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 /// \cond
-#define MEZZO_COMPILED_STEPS_OF(EXTERN, ...)                                                      \
+#define MEZZO_COMPILED_STEP_KERNEL(EXTERN, ...)                                                   \
   EXTERN template StepKernelFn get_step_kernel<__VA_ARGS__>(optim::WeightStorage, at::ScalarType, \
                                                             CpuIsa);
 
-#define MEZZO_COMPILED_RULES(EXTERN)                                                           \
-  MEZZO_COMPILED_STEPS_OF(EXTERN, AdamFunctor<false>)                                          \
-  MEZZO_COMPILED_STEPS_OF(EXTERN, AdamFunctor<true>)                                           \
+#define MEZZO_COMPILED_OPTIMIZERS(EXTERN)                                                      \
+  MEZZO_COMPILED_STEP_KERNEL(EXTERN, AdamFunctor<false>)                                       \
+  MEZZO_COMPILED_STEP_KERNEL(EXTERN, AdamFunctor<true>)                                        \
   EXTERN template class FusedOptimizer<                                                        \
       AdamTraits<optim::AdamOptions, optim::AdamParamState, /*kIsDecoupled=*/false>>;          \
   EXTERN template class FusedOptimizer<                                                        \
       AdamTraits<optim::AdamWOptions, optim::AdamWParamState, /*kIsDecoupled=*/true>>;         \
-  MEZZO_COMPILED_STEPS_OF(EXTERN, LionFunctor)                                                 \
-  MEZZO_COMPILED_STEPS_OF(EXTERN, SgdFunctor<false>)                                           \
-  MEZZO_COMPILED_STEPS_OF(EXTERN, SgdFunctor<true>)                                            \
+  MEZZO_COMPILED_STEP_KERNEL(EXTERN, LionFunctor)                                              \
+  MEZZO_COMPILED_STEP_KERNEL(EXTERN, SgdFunctor<false>)                                        \
+  MEZZO_COMPILED_STEP_KERNEL(EXTERN, SgdFunctor<true>)                                         \
   EXTERN template class FusedOptimizer<LionTraits<optim::LionOptions, optim::LionParamState>>; \
   EXTERN template class FusedOptimizer<SgdTraits<optim::SGDOptions, optim::SGDParamState>>;
 /// \endcond
 
 #ifdef MEZZO_COMPILED_LIB
-MEZZO_COMPILED_RULES(extern)
+MEZZO_COMPILED_OPTIMIZERS(extern)
 #endif
 
 }  // namespace detail

@@ -1,5 +1,5 @@
 /// \file
-/// Gradients of many parameters in a few buffer buffers.
+/// GradBuckets: gradients of many parameters in a few flat buffers.
 #pragma once
 
 #include <mezzo/base/detail/describe.h>
@@ -23,69 +23,65 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
-/// 25 MiB, the default of libtorch's DistributedDataParallel.
+/// 25 MiB, the default of torch's DistributedDataParallel.
 inline constexpr int64_t kDefaultBucketCapBytes = int64_t{25} << 20;
 
 /// Options of GradBuckets.
 struct GradBucketsOptions {
-  /// The most bytes that a bucket holds, except for one parameter that is larger; > 0.
+  /// Maximum size of a bucket, unless a single parameter is larger; > 0.
   int64_t bucket_cap_bytes = kDefaultBucketCapBytes;
 };
 
-/// Parameters whose gradients lie in one buffer.
+/// Parameters whose gradients share one buffer.
 struct FlatGradBucket {
-  /// The device of the parameters and of the buffer.
-  at::Device device;
-  /// The gradients' dtype: `parameter.grad_dtype()`, which is the parameter's own dtype unless
-  /// somebody has called `set_grad_dtype`.
+  at::Device device;  ///< of parameters and buffer
+  /// `grad_dtype()` of the parameters: their dtype unless `set_grad_dtype` was called.
   at::ScalarType dtype;
-  /// Indices into GradBuckets::parameters, in the order in which the gradients lie.
+  /// Indices into GradBuckets::parameters, in the order of the gradients.
   std::vector<std::size_t> parameters;
-  /// The buffer, one dimension. Each gradient begins at a multiple of 64 bytes; the gaps between
-  /// gradients are zero.
+  /// 1D. Each gradient starts at a multiple of 64 bytes; the padding is zero.
   at::Tensor buffer;
 };
 
-/// Keeps the gradients of a set of parameters in buffer buffers, by device and dtype, so that ranks
-/// exchange a few long messages, and the kernels that unscale, check and take norms walk a few long
-/// rows (on CUDA with fewer launches) in place of one for each parameter. After a backward pass
-/// call copy_grads_to_buckets(); docs/distributed.md has the loop.
+/// Stores the gradients of parameters in flat buffers by device and dtype, so that collectives,
+/// unscaling and norms run over a few large tensors instead of one for each parameter. After a
+/// backward pass call copy_grads_to_buckets(); docs/distributed.md has the loop.
 ///
-/// Buckets are in reverse order of the parameters, roughly the order in which a backward pass makes
-/// gradients. Use them from one thread at a time.
+/// Buckets are in reverse order of the parameters, roughly the order of the backward pass. Not
+/// thread-safe.
 class GradBuckets {
  public:
-  /// \param parameters  leaves of float32, float64, bfloat16 or float16, each once; they need not
+  /// \param parameters  distinct leaf tensors of float32, float64, bfloat16 or float16; they need
+  /// not
   ///   require grad
   /// \throws c10::Error naming the parameter or the option
   inline explicit GradBuckets(const std::vector<at::Tensor>& parameters,
                               const GradBucketsOptions& options = {});
 
-  /// Returns the parameters, in the order in which they were given.
+  /// Returns the parameters, in the order of construction.
   const std::vector<at::Tensor>& parameters() const noexcept { return parameters_; }
   /// Returns the buckets.
   const std::vector<FlatGradBucket>& buckets() const noexcept { return buckets_; }
-  /// Returns the view of a bucket where the gradient of parameter `param_index` lies, laid out like
-  /// the parameter.
+  /// Returns the view of a bucket for the gradient of a parameter, with the parameter's strides.
   const at::Tensor& bucket_view(std::size_t param_index) const {
     return bucket_views_[param_index];
   }
 
-  /// Brings every gradient to its place, converted to the bucket's dtype, and makes `.grad` the
-  /// view. Where a parameter has no gradient, its part of the buffer becomes zero.
-  /// \throws c10::Error, naming the parameter, if a gradient is not dense, has another shape or
-  ///   device than its parameter, or is of float and its bucket of 16 bits
+  /// Copies every gradient to its bucket view, converted to the bucket's dtype, and makes `.grad`
+  /// the view. Zeroes the view of a parameter without a gradient.
+  /// \throws c10::Error, naming the parameter, if a gradient is not dense, has another shape or device
+  ///   than its parameter, or is float32 and its bucket 16-bit
   void copy_grads_to_buckets() {
     clone_swapped_gradients();
     for (std::size_t param_index = 0; param_index < parameters_.size(); ++param_index) {
       copy_grad_to_bucket(param_index);
     }
   }
-  /// Does what copy_grads_to_buckets does, for parameter `param_index` alone.
+  /// copy_grads_to_buckets for one parameter.
   inline void copy_grad_to_bucket(std::size_t param_index);
 
-  /// Does what `Module::zero_grad` does: undefines all gradients, or with `false` sets those that
-  /// are defined to zero, with one fill a bucket.
+  /// `Module::zero_grad`: undefines all gradients, or with `false` zeroes defined ones with one
+  /// fill per bucket.
   void zero_grad(bool set_to_none = true) {
     const c10::NoGradGuard no_grad;
     if (!set_to_none) {
@@ -99,7 +95,7 @@ class GradBuckets {
 
  private:
   inline void clone_swapped_gradients();
-  /// Returns the dtype in which autograd adds up the parameter's gradients.
+  /// Returns the dtype in which autograd accumulates the parameter's gradient.
   static at::ScalarType gradient_dtype(const at::Tensor& parameter) {
     const at::ScalarType dtype = parameter.grad_dtype().value_or(parameter.scalar_type());
     return detail::is_training_dtype(dtype) ? dtype : parameter.scalar_type();
@@ -107,7 +103,7 @@ class GradBuckets {
 
   std::vector<at::Tensor> parameters_;
   std::vector<FlatGradBucket> buckets_;
-  std::vector<at::Tensor> bucket_views_;  // with version counters of their own
+  std::vector<at::Tensor> bucket_views_;  // with separate version counters
 };
 
 inline GradBuckets::GradBuckets(const std::vector<at::Tensor>& parameters,
@@ -119,22 +115,23 @@ inline GradBuckets::GradBuckets(const std::vector<at::Tensor>& parameters,
   std::unordered_set<const at::TensorImpl*> seen;
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     const at::Tensor& parameter = parameters[i];
-    TORCH_CHECK(parameter.defined(), "GradBuckets: parameter ", i, " is undefined; leave it out");
+    TORCH_CHECK(parameter.defined(), "GradBuckets: parameter ", i, " is undefined; omit it");
     TORCH_CHECK(
         parameter.layout() == at::kStrided && detail::is_training_dtype(parameter.scalar_type()),
         "GradBuckets: ", detail::describe_param(i, parameter),
-        " should be dense, and of float32, float64, bfloat16 or float16; leave it out");
-    TORCH_CHECK(parameter.is_leaf() && !parameter.is_inference(),
-                "GradBuckets: ", detail::describe_param(i, parameter),
-                " is no leaf, or was made under c10::InferenceMode; give the tensor that the "
-                "module registered, made outside of inference mode");
+        " should be dense, and of float32, float64, bfloat16 or float16; omit it");
+    TORCH_CHECK(
+        parameter.is_leaf() && !parameter.is_inference(),
+        "GradBuckets: ", detail::describe_param(i, parameter),
+        " is not a leaf, or is an inference tensor; pass the tensor that the module registered, "
+        "made outside c10::InferenceMode");
     TORCH_CHECK(seen.insert(parameter.unsafeGetTensorImpl()).second,
                 "GradBuckets: ", detail::describe_param(i, parameter),
-                " is given twice, as model->parameters() gives a weight that two modules share; "
-                "give it once");
+                " appears twice, as a weight that two modules share does in model->parameters(); "
+                "pass it once");
   }
-  detail::TensorGroups<std::optional<std::size_t>> open;  // buckets that are filled
-  std::vector<int64_t> lengths;                           // of the buckets
+  detail::TensorGroups<std::optional<std::size_t>> open;  // bucket being filled
+  std::vector<int64_t> lengths;                           // of the buckets, in elements
   std::vector<int64_t> offsets(parameters.size());
   for (std::size_t param_index = parameters.size(); param_index-- > 0;) {
     const at::Tensor& parameter = parameters[param_index];
@@ -168,8 +165,8 @@ inline GradBuckets::GradBuckets(const std::vector<at::Tensor>& parameters,
   }
 }
 
-/// Clones gradients that are views of another parameter's slice, as after two `.grad`s were
-/// swapped: reattaching the other parameter would overwrite them.
+/// Clones gradients that are the bucket view of another parameter, as after `std::swap` of two
+/// `.grad`s, which copy_grad_to_bucket would overwrite.
 inline void GradBuckets::clone_swapped_gradients() {
   const c10::NoGradGuard no_grad;
   std::unordered_set<const c10::StorageImpl*> buffers;
@@ -200,26 +197,25 @@ inline void GradBuckets::copy_grad_to_bucket(std::size_t param_index) {
   TORCH_CHECK(parameter.device() == view.device() && parameter.sizes() == view.sizes() &&
                   gradient_dtype(parameter) == view.scalar_type(),
               "GradBuckets: gradients of ", detail::describe_param(param_index, parameter),
-              " are in ", detail::dtype_name(gradient_dtype(parameter)), ", and their place is ",
-              detail::describe(view),
+              " are in ", detail::dtype_name(gradient_dtype(parameter)),
+              ", and their bucket view is ", detail::describe(view),
               "; cast and move the model first, and choose the gradients' dtype "
-              "(accumulate_in_float, set_grad_dtype), then make these GradBuckets (or the "
-              "DistributedDataParallel that made them)");
-  TORCH_CHECK(gradient.layout() == at::kStrided &&
-                  detail::is_training_dtype(gradient.scalar_type()) &&
-                  gradient.device() == view.device() && gradient.sizes() == view.sizes(),
-              "GradBuckets: the gradient of ", detail::describe_param(param_index, parameter),
-              " is ", detail::describe(gradient),
-              "; it should be dense, and of its parameter's shape and device: set the parameter's "
-              "mutable_grad() to such a tensor, or to torch::Tensor()");
+              "(accumulate_in_float, set_grad_dtype), then construct the GradBuckets (or the "
+              "DistributedDataParallel that has them)");
+  TORCH_CHECK(
+      gradient.layout() == at::kStrided && detail::is_training_dtype(gradient.scalar_type()) &&
+          gradient.device() == view.device() && gradient.sizes() == view.sizes(),
+      "GradBuckets: the gradient of ", detail::describe_param(param_index, parameter), " is ",
+      detail::describe(gradient),
+      "; it should be dense, of the parameter's shape and device: set mutable_grad() to such a "
+      "tensor, or to torch::Tensor()");
   TORCH_CHECK(!detail::is_low_precision(view) || gradient.scalar_type() != at::kFloat,
               "GradBuckets: the gradient of ", detail::describe_param(param_index, parameter),
               " is float32, and its bucket would round it to ",
               detail::dtype_name(view.scalar_type()),
-              "; take the step and zero_grad() before the next backward pass, or keep gradients in "
-              "float32: call accumulate_in_float before these GradBuckets (or the "
-              "DistributedDataParallel that "
-              "made them) are made");
+              "; take the step and zero_grad() before the next backward pass, or accumulate in "
+              "float32: call accumulate_in_float before the GradBuckets (or the "
+              "DistributedDataParallel that has them) are constructed");
   const bool is_in_place = gradient.scalar_type() == view.scalar_type() &&
                            gradient.const_data_ptr() == view.const_data_ptr() &&
                            gradient.strides() == view.strides() && !gradient.is_neg();

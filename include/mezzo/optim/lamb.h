@@ -1,10 +1,10 @@
 /// \file
-/// LAMB, for batches of thousands: Adam's update_norms, each scaled by the norm of its parameter.
-/// An ordinary optimizer of ATen's ops.
+/// LAMB, for large batches, of ATen ops.
 #pragma once
 
 #include <mezzo/base/detail/tensor_groups.h>
 #include <mezzo/base/version.h>
+#include <mezzo/optim/detail/serializable_options.h>
 #include <mezzo/optim/detail/torch_optimizer_base.h>
 
 #include <ATen/core/Tensor.h>
@@ -30,61 +30,60 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace optim {
 
-/// The options of Apex's FusedLAMB, with its defaults. Clipping, which Apex has on by default, is
-/// an option of the step: `scaler.step(optimizer, {.max_norm = 1.0})`.
+/// Options of Apex's FusedLAMB, with its defaults. Clipping, which Apex enables by default, is an
+/// option of the step: `scaler.step(optimizer, {.max_norm = 1.0})`.
 struct LAMBOptions : public detail::SerializableOptions<LAMBOptions> {
-  /// The names of the options in files.
+  /// The names of the options in archives.
   static constexpr std::array kKeys{"lr",           "betas",           "eps",
                                     "weight_decay", "bias_correction", "use_nvlamb"};
   /// The type of `betas`.
   using betas_t = std::tuple<double, double>;
-  /// Sets `lr`; the other options have their defaults.
+  /// Sets `lr`.
   LAMBOptions(double lr = 1e-3) : lr_(lr) {}
 
-  /// The 2-norm of a parameter's step is lr times that of the parameter.
+  /// Learning rate: the 2-norm of a parameter's update is lr times the 2-norm of the parameter.
   TORCH_ARG(double, lr);
-  /// Shares of the running means of gradients and of their squares that a step keeps; in [0, 1).
+  /// Coefficients of the running means of the gradient and its square; in [0, 1).
   TORCH_ARG(betas_t, betas) = std::make_tuple(0.9, 0.999);
-  /// Added to the root of the mean square; at least 0.
+  /// Added to the denominator; at least 0.
   TORCH_ARG(double, eps) = 1e-6;
-  /// Adds weight_decay * parameter to the update before the trust ratio is applied.
+  /// Adds weight_decay * parameter to the update, before the trust ratio.
   TORCH_ARG(double, weight_decay) = 0.01;
-  /// Corrects the running means in early update_norms, as Adam does.
+  /// Corrects the bias of the running means, as Adam.
   TORCH_ARG(bool, bias_correction) = true;
-  /// Applies the trust ratio also in groups without weight decay (biases, norms), which otherwise
-  /// take Adam's update_norms. Apex's use_nvlamb.
+  /// Applies the trust ratio also to groups without weight decay (biases, norms), which otherwise
+  /// get Adam's update.
   TORCH_ARG(bool, use_nvlamb) = false;
 
  public:
-  /// Returns references to these options.
+  /// Returns std::tie of the options.
   static auto values(auto& self) {
     return std::tie(self.lr_, self.betas_, self.eps_, self.weight_decay_, self.bias_correction_,
                     self.use_nvlamb_);
   }
 };
 
-/// LAMB's state of a parameter: its `step`, and the running means `exp_avg` and `exp_avg_sq`.
+/// Per-parameter state of LAMB: `step`, `exp_avg` and `exp_avg_sq`.
 using LAMBParamState = torch::optim::AdamWParamState;
 
 /// LAMB (You et al., "Large batch optimization for deep learning: training BERT in 76 minutes",
-/// 2020), as Apex's FusedLAMB has it. With AdamW's moments m and v, corrected for early
-/// update_norms, a parameter p, which is one tensor, takes the step
+/// 2020), as Apex's FusedLAMB. With AdamW's bias-corrected moments m and v, a parameter tensor p is
+/// updated by
 ///
 ///   update = m / (sqrt(v) + eps) + weight_decay * p,    p -= lr * (||p|| / ||update||) * update
 ///
-/// where the ratio of 2-norms, the trust ratio, is 1 if either norm is 0, and in groups without
-/// weight decay (see LAMBOptions::use_nvlamb). A NaN in a gradient therefore makes all of its
-/// parameter NaN, unless a GradScaler skips the step.
+/// The ratio of 2-norms, the trust ratio, is 1 if either norm is 0, and in groups without weight
+/// decay (see LAMBOptions::use_nvlamb). A NaN in a gradient therefore makes its whole parameter
+/// NaN, unless a GradScaler skips the step.
 ///
-/// An ordinary `torch::optim::Optimizer` of ATen's `_foreach` ops, on any device: a GradScaler
-/// waits once for a GPU, as for torch's optimizers, and the step itself never does. Weights of 16
-/// bits are trained as they are; wrap LAMB in a MasterWeights to train them as floats. libtorch has
-/// no LAMB: files are mezzo's own.
+/// A `torch::optim::Optimizer` of ATen's `_foreach` ops, for any device. As with torch's optimizers
+/// a GradScaler synchronizes once with a GPU; the step itself does not. Wrap LAMB in a
+/// MasterWeights for float32 masters of 16-bit parameters. torch has no LAMB: archives are mezzo's.
 class LAMB : public detail::TorchOptimizerBase<LAMB, LAMBOptions, LAMBParamState> {
  public:
-  /// Takes param groups or parameters, and LAMBOptions, which have defaults.
-  /// \throws c10::Error unless lr, eps and weight_decay are at least 0 and the betas in [0, 1), or
-  ///   if there is no parameter, a parameter is given twice, or two share memory
+  /// Constructs from param groups or parameters, and LAMBOptions, which have defaults.
+  /// \throws c10::Error unless lr, eps and weight_decay are at least 0 and the betas in [0, 1), or if
+  ///   there is no parameter, a parameter appears twice, or two share memory
   using TorchOptimizerBase::TorchOptimizerBase;
 
  private:
@@ -114,7 +113,8 @@ inline void LAMB::update() {
       LAMBParamState& state = get_or_create_state(parameter);
       if (!state.exp_avg().defined()) {
         state.exp_avg(at::zeros_like(parameter)).exp_avg_sq(at::zeros_like(parameter));
-      } else if (state.exp_avg().scalar_type() != parameter.scalar_type()) {  // of other weights
+      } else if (state.exp_avg().scalar_type() !=
+                 parameter.scalar_type()) {  // the parameter was cast
         state.exp_avg(state.exp_avg().to(parameter.scalar_type()));
         state.exp_avg_sq(state.exp_avg_sq().to(parameter.scalar_type()));
       }

@@ -1,12 +1,12 @@
 /// \file
-/// Lion in one pass over memory, together with the rest of a mixed-precision step (unscale, clip,
-/// skip, zero the gradients).
+/// Fused Lion: unscale, clip, skip, update and zero gradients in one pass over memory.
 #pragma once
 
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/lion_functor.h>
 #include <mezzo/optim/detail/fused_optimizer.h>
 #include <mezzo/optim/detail/fused_param_state.h>
+#include <mezzo/optim/detail/serializable_options.h>
 #include <mezzo/optim/optimizer_ref.h>
 
 #include <ATen/core/Tensor.h>
@@ -19,36 +19,36 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace optim {
 
-/// Lion's options, with the paper's names and defaults.
+/// Options of Lion, with the paper's names and defaults.
 struct LionOptions : public detail::SerializableOptions<LionOptions> {
-  /// The names of the options in files.
+  /// The names of the options in archives.
   static constexpr std::array kKeys{"lr", "betas", "weight_decay"};
   /// The type of `betas`.
   using betas_t = std::tuple<double, double>;
-  /// Sets `lr`; the other options have their defaults.
+  /// Sets `lr`.
   LionOptions(double lr = 1e-4) : lr_(lr) {}
 
-  /// Distance by which every element moves in a step: take a third to a tenth of AdamW's rate.
+  /// Learning rate: the update of each element. Use a third to a tenth of AdamW's.
   TORCH_ARG(double, lr);
-  /// The first weighs the running mean against the gradient in a step's direction. The second is
-  /// the share of the running mean that a step keeps. Both are in [0, 1).
+  /// Coefficients of exp_avg in the update direction (beta1) and in its running mean (beta2); in
+  /// [0, 1).
   TORCH_ARG(betas_t, betas) = std::make_tuple(0.9, 0.99);
-  /// Each step shrinks parameters by lr * weight_decay, whatever the gradient.
+  /// Decoupled weight decay.
   TORCH_ARG(double, weight_decay) = 0;
 
  public:
-  /// Returns references to these options.
+  /// Returns std::tie of the options.
   static auto values(auto& self) { return std::tie(self.lr_, self.betas_, self.weight_decay_); }
 };
 
-/// Lion's state of a parameter: `exp_avg()`, of the parameter's shape and dtype, and `step()`, the
-/// number of applied steps, which waits for the parameter's device.
+/// Per-parameter state of Lion: `exp_avg()` of the parameter's shape and dtype, and `step()`, the
+/// number of applied steps, which synchronizes for a parameter that is not on the CPU.
 struct LionParamState : public detail::FusedParamState<LionParamState, detail::CountedState<>> {
-  /// The running mean of gradients.
+  /// Running mean of the gradients.
   TORCH_ARG(at::Tensor, exp_avg);
 
  public:
-  /// The keys of the moments in files.
+  /// Archive keys of the moments.
   static constexpr std::array kMoments{"exp_avg"};
   /// Returns exp_avg.
   at::Tensor& moment(int /*k*/) noexcept override { return exp_avg_; }
@@ -58,7 +58,7 @@ struct LionParamState : public detail::FusedParamState<LionParamState, detail::C
 
 namespace detail {
 
-/// Lion's rule.
+/// Traits of Lion.
 template <class OptionsT, class State>
 struct LionTraits : OptimizerTraits<OptionsT, State, LionFunctor> {
   static constexpr const char* kName = "Lion";
@@ -70,7 +70,7 @@ struct LionTraits : OptimizerTraits<OptionsT, State, LionFunctor> {
     const auto [beta1, beta2] = options.betas();
     hyper_params.lr = options.lr();
     hyper_params.functor_args = LionHyperParams{beta1, beta2, options.weight_decay()};
-    hyper_params.aten_unsupported_reason = "ATen has no kernel of this optimizer";
+    hyper_params.aten_unsupported_reason = "ATen has no kernel for Lion";
   }
 };
 
@@ -79,16 +79,15 @@ struct LionTraits : OptimizerTraits<OptionsT, State, LionFunctor> {
 namespace optim {
 
 /// Lion (Chen et al., "Symbolic discovery of optimization algorithms", 2023) with decoupled weight
-/// decay. It keeps one moment, and moves 20 bytes a parameter where AdamW moves 28.
+/// decay. One moment; 20 bytes of memory traffic per parameter, where AdamW has 28.
 ///
-/// libtorch has no Lion: files are mezzo's own. ATen has no kernel of it: on CUDA it needs the
-/// target mezzo::cuda. Everything else in the comment of AdamW (mezzo/optim/adamw.h) holds here
-/// too.
+/// torch and ATen have no Lion: archives are mezzo's, and CUDA needs the CMake target mezzo::cuda.
+/// See AdamW (mezzo/optim/adamw.h) for everything else.
 class Lion : public detail::FusedOptimizer<detail::LionTraits<LionOptions, LionParamState>> {
  public:
-  /// Takes what AdamW's constructors take, with LionOptions.
-  /// \throws c10::Error unless lr and weight_decay are at least 0 and the betas in [0, 1), or if
-  ///   there is no parameter, a parameter is given twice, or two share memory
+  /// AdamW's constructors with LionOptions.
+  /// \throws c10::Error unless lr and weight_decay are at least 0 and the betas in [0, 1), or if there is
+  ///   no parameter, a parameter appears twice, or two share memory
   using FusedOptimizer::FusedOptimizer;
 };
 

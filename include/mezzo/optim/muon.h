@@ -1,9 +1,9 @@
 /// \file
-/// Muon, for the matrices of hidden layers: momentum whose steps are made orthogonal. An ordinary
-/// optimizer of ATen's ops.
+/// Muon: orthogonalized momentum for the matrices of hidden layers, of ATen ops.
 #pragma once
 
 #include <mezzo/base/version.h>
+#include <mezzo/optim/detail/serializable_options.h>
 #include <mezzo/optim/detail/torch_optimizer_base.h>
 
 #include <ATen/ScalarOps.h>
@@ -27,50 +27,51 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace optim {
 
-/// The options of Python's torch.optim.Muon, with its names and defaults.
+/// Options of Python's torch.optim.Muon, with its names and defaults.
 struct MuonOptions : public detail::SerializableOptions<MuonOptions> {
-  /// The names of the options in files.
+  /// The names of the options in archives.
   static constexpr std::array kKeys{"lr",       "weight_decay",    "momentum",
                                     "nesterov", "ns_coefficients", "eps",
                                     "ns_steps", "adjust_lr_fn"};
   /// The type of `ns_coefficients`.
   using ns_coefficients_t = std::tuple<double, double, double>;
-  /// Sets `lr`; the other options have their defaults.
+  /// Sets `lr`.
   MuonOptions(double lr = 1e-3) : lr_(lr) {}
 
-  /// The rate, before `adjust_lr_fn` fits it to the shape of each matrix; at least 0.
+  /// Learning rate, before `adjust_lr_fn` adjusts it to the shape of each matrix; at least 0.
   TORCH_ARG(double, lr);
-  /// Each step shrinks parameters by lr * weight_decay, whatever the gradient.
+  /// Decoupled weight decay.
   TORCH_ARG(double, weight_decay) = 0.1;
-  /// The share of the running mean of gradients that a step keeps; at least 0.
+  /// Coefficient of the running mean of gradients; at least 0.
   TORCH_ARG(double, momentum) = 0.95;
-  /// Steps along the gradient mixed with its running mean, rather than along the mean.
+  /// Enables Nesterov momentum.
   TORCH_ARG(bool, nesterov) = true;
-  /// The coefficients a, b and c of each Newton-Schulz step, a X + (b X X' + c (X X')^2) X.
+  /// Coefficients a, b and c of a Newton-Schulz iteration, a X + (b X X' + c (X X')^2) X.
   TORCH_ARG(ns_coefficients_t, ns_coefficients) = std::make_tuple(3.4445, -4.7750, 2.0315);
-  /// The least norm by which a matrix is divided.
+  /// Lower bound of the norm by which a matrix is divided.
   TORCH_ARG(double, eps) = 1e-7;
-  /// How many Newton-Schulz steps are taken, less than 100.
+  /// Number of Newton-Schulz iterations; less than 100.
   TORCH_ARG(int64_t, ns_steps) = 5;
-  /// "original": the rate of a matrix of `A` rows and `B` columns is lr * sqrt(max(1, A / B)).
-  /// "match_rms_adamw": it is 0.2 * lr * sqrt(max(A, B)), so that AdamW's lr and weight_decay fit.
+  /// "original": the lr of an A x B matrix is lr * sqrt(max(1, A / B)).
+  /// "match_rms_adamw": it is 0.2 * lr * sqrt(max(A, B)), so that AdamW's lr and weight_decay
+  /// apply.
   TORCH_ARG(std::string, adjust_lr_fn) = "original";
 
  public:
-  /// Returns references to these options.
+  /// Returns std::tie of the options.
   static auto values(auto& self) {
     return std::tie(self.lr_, self.weight_decay_, self.momentum_, self.nesterov_,
                     self.ns_coefficients_, self.eps_, self.ns_steps_, self.adjust_lr_fn_);
   }
 };
 
-/// Muon's state of a parameter: `momentum_buffer`, the running mean of gradients.
+/// Per-parameter state of Muon: `momentum_buffer`, the running mean of gradients.
 using MuonParamState = torch::optim::SGDParamState;
 
 /// Muon (Jordan, "Muon: an optimizer for hidden layers in neural networks", 2024) as Python's
-/// torch.optim.Muon has it. A matrix moves along its momentum, made nearly orthogonal by a few
-/// Newton-Schulz steps, whose products are in bfloat16. It takes matrices only: give biases, norms,
-/// embeddings and the last layer to an AdamW beside it.
+/// torch.optim.Muon. Updates a matrix along its momentum, orthogonalized by a few Newton-Schulz
+/// iterations in bfloat16. Supports 2D parameters only: pass biases, norms, embeddings and the last
+/// layer to an AdamW.
 ///
 /// \code
 ///   std::vector<torch::Tensor> matrices, others;
@@ -83,16 +84,16 @@ using MuonParamState = torch::optim::SGDParamState;
 ///   scaler.update();
 /// \endcode
 ///
-/// An ordinary `torch::optim::Optimizer` of ATen's ops, on any device: a GradScaler waits once for
-/// a GPU, as for torch's optimizers, and the step itself never does. Wrap it in a MasterWeights to
-/// train weights of 16 bits as floats. libtorch has no Muon: files are mezzo's own. A gradient of
-/// bfloat16 without `nesterov` leaves the running mean as it is; in Python's (2.11) such a step
-/// divides it by its norm.
+/// A `torch::optim::Optimizer` of ATen ops, for any device. As with torch's optimizers a GradScaler
+/// synchronizes once with a GPU; the step itself does not. Wrap it in a MasterWeights for float32
+/// masters of 16-bit parameters. libtorch has no Muon: archives are mezzo's. Without `nesterov`,
+/// Python's (2.11) divides the momentum of a bfloat16 gradient by its norm at each step; this one
+/// does not.
 class Muon : public detail::TorchOptimizerBase<Muon, MuonOptions, MuonParamState> {
  public:
-  /// Takes param groups or parameters, and MuonOptions, which have defaults.
-  /// \throws c10::Error for a parameter that is no matrix or complex, options out of range, or if
-  ///   there is no parameter, a parameter is given twice, or two share memory
+  /// Constructs from param groups or parameters, and MuonOptions, which have defaults.
+  /// \throws c10::Error for a parameter that is not 2D or complex, options out of range, or if there is
+  ///   no parameter, a parameter appears twice, or two share memory
   using TorchOptimizerBase::TorchOptimizerBase;
 
  private:
@@ -107,27 +108,27 @@ class Muon : public detail::TorchOptimizerBase<Muon, MuonOptions, MuonParamState
     TORCH_CHECK(
         options.ns_steps() >= 0 && options.ns_steps() < 100, "Muon: ns_steps is ",
         options.ns_steps(),
-        ". Number of steps must be less than 100 for computational efficiency; give 0 to 99, "
+        ". Number of steps must be less than 100 for computational efficiency; pass 0 to 99, "
         "such as 5");
     TORCH_CHECK(options.adjust_lr_fn() == "original" || options.adjust_lr_fn() == "match_rms_adamw",
                 "Muon: Adjust learning rate function ", options.adjust_lr_fn(),
-                " is not supported; give \"original\" or \"match_rms_adamw\"");
+                " is not supported; pass \"original\" or \"match_rms_adamw\"");
   }
   static void check_parameter(const at::Tensor& parameter,
                               const detail::OptimizerDescription& description) {
     TORCH_CHECK(parameter.dim() == 2,
                 "Muon only supports 2D parameters whereas we found a parameter with size: ",
-                parameter.sizes(), ", ", description.describe(parameter),
-                "; give it to an AdamW beside this Muon");
+                parameter.sizes(), ", ", description.describe_param(parameter),
+                "; pass it to an AdamW");
     TORCH_CHECK(!parameter.is_complex(), "Muon does not support complex parameters, and ",
-                description.describe(parameter), " is one; give it to another optimizer");
+                description.describe_param(parameter), " is one; pass it to another optimizer");
   }
   inline void update();
 };
 
-/// Returns the direction of a step along `update`, a matrix whose singular values are about 1, in
-/// bfloat16.
-inline at::Tensor orthogonalized(const at::Tensor& update, const MuonOptions& options) {
+/// Returns `update` in bfloat16 with singular values of about 1.
+inline at::Tensor zeropower_via_newton_schulz(const at::Tensor& update,
+                                              const MuonOptions& options) {
   const bool is_tall = update.size(0) > update.size(1);
   const auto [a, b, c] = options.ns_coefficients();
   at::Tensor x = update.to(at::kBFloat16, /*non_blocking=*/false, /*copy=*/true);
@@ -149,18 +150,19 @@ inline void Muon::update() {
       if (!gradient.defined()) continue;
       at::Tensor& mean = get_or_create_state(parameter).momentum_buffer();
       if (!mean.defined()) mean = at::zeros_like(gradient);
-      mean = mean.to(gradient.scalar_type());  // where a file's gradients had another
+      mean = mean.to(gradient.scalar_type());  // a loaded buffer may have another dtype
       mean.lerp_(gradient, 1 - options.momentum());
-      const at::Tensor along = options.nesterov() ? gradient.lerp(mean, options.momentum()) : mean;
+      const at::Tensor direction =
+          options.nesterov() ? gradient.lerp(mean, options.momentum()) : mean;
       const auto rows = static_cast<double>(parameter.size(0));
       const auto columns = static_cast<double>(parameter.size(1));
       const double ratio = options.adjust_lr_fn() == "original"
                                ? std::sqrt(std::max(1.0, rows / columns))
                                : 0.2 * std::sqrt(std::max(rows, columns));
       at::Tensor weight = parameter;
-      // As Python multiplies by a number: mul_(Scalar) rounds it to the weight's dtype first.
+      // As in Python: mul_(Scalar) would round the factor to the weight's dtype first.
       weight.mul_(at::native::wrapped_scalar_tensor(1 - options.lr() * options.weight_decay()));
-      weight.add_(orthogonalized(along, options), -(options.lr() * ratio));
+      weight.add_(zeropower_via_newton_schulz(direction, options), -(options.lr() * ratio));
     }
   }
 }

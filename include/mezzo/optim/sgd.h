@@ -1,6 +1,6 @@
 /// \file
-/// SGD in one pass over memory: `torch::optim::SGD` for dense gradients, together with the rest of
-/// a mixed-precision step (unscale, clip, skip, zero the gradients).
+/// Fused SGD for dense gradients: unscale, clip, skip, update and zero gradients in one pass over
+/// memory.
 #pragma once
 
 #include <mezzo/base/version.h>
@@ -20,39 +20,37 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace optim {
 
-/// libtorch's options, with its names, defaults and keys in an archive; WeightStorageOptions adds
-/// mezzo's. Set `dampening`, with momentum, before the first step; it is 0 where ATen's kernels
-/// step.
+/// torch's options; WeightStorageOptions adds mezzo's. Set `dampening`, with momentum, before the
+/// first step. It must be 0 on devices without mezzo kernels.
 using SGDOptions = torch::optim::SGDOptions;
 
-/// SGD's state of a parameter: `torch::optim::SGDParamState` with `momentum_buffer()`, of the
-/// parameter's shape and dtype. Without momentum there is a state only where weight_storage needs
-/// one. Values that you write to the buffer, through libtorch's type too, count from the next step
-/// on.
+/// Per-parameter state of SGD: `torch::optim::SGDParamState`, with `momentum_buffer()` of the
+/// parameter's shape and dtype. Without momentum there is a state only if the weight storage needs
+/// one. External writes, also through torch's type, take effect at the next step.
 ///
-/// Beyond libtorch's it has `step()`, the number of applied steps, which waits for the parameter's
-/// device.
+/// In addition to torch's it has `step()`, the number of applied steps, which synchronizes for a
+/// parameter that is not on the CPU.
 struct SGDParamState
     : public detail::FusedParamState<SGDParamState,
                                      detail::CountedState<torch::optim::SGDParamState>> {
-  /// The keys of the moments in files.
+  /// Archive keys of the moments.
   static constexpr std::array kMoments{"momentum_buffer"};
 
-  /// Returns the momentum buffer.
+  /// Returns momentum_buffer.
   at::Tensor& moment(int /*k*/) noexcept override { return momentum_buffer(); }
 
  private:
   friend FusedParamState;
-  /// libtorch's state has no count, and a buffer from the first step on: whether there was a step
-  /// is all that matters.
-  int64_t step_without_count() const { return momentum_buffer().defined() ? 1 : 0; }
+  /// torch's archives have no step. Only whether a step was applied matters, which is whether there
+  /// is a buffer.
+  int64_t default_step() const { return momentum_buffer().defined() ? 1 : 0; }
 };
 
 }  // namespace optim
 
 namespace detail {
 
-/// SGD's rule.
+/// Traits of SGD.
 template <class OptionsT, class State>
 struct SgdTraits : OptimizerTraits<OptionsT, State, SgdFunctor<false>, SgdFunctor<true>> {
   static constexpr const char* kName = "SGD";
@@ -67,15 +65,15 @@ struct SgdTraits : OptimizerTraits<OptionsT, State, SgdFunctor<false>, SgdFuncto
                 "; it should be a number");
     TORCH_CHECK(!options.nesterov() || (options.momentum() > 0 && options.dampening() == 0),
                 "SGD: nesterov is set with momentum ", options.momentum(), " and dampening ",
-                options.dampening(), "; it needs a positive momentum and a dampening of 0");
+                options.dampening(), "; Nesterov momentum requires a momentum and zero dampening");
     hyper_params.lr = options.lr();
     hyper_params.functor_args = SgdHyperParams{options.momentum(), options.dampening(),
                                                options.weight_decay(), options.nesterov()};
     hyper_params.has_extra_moment = options.momentum() != 0;
-    // Without dampening a buffer of zeros becomes the first gradient by itself.
+    // Without dampening a buffer of zeros becomes the first gradient.
     hyper_params.starts_as_gradient = options.momentum() != 0 && options.dampening() != 0;
-    // ATen's kernel is given a buffer of zeros at the first step. Told of a first step, it would
-    // not see that the device skipped that step.
+    // ATen's kernel gets a buffer of zeros and is_first_step = false, since the host does not know
+    // whether the device skipped the first step.
     if (hyper_params.starts_as_gradient) {
       hyper_params.aten_unsupported_reason =
           "ATen's kernel dampens the first step too, if dampening is not 0";
@@ -98,19 +96,19 @@ struct SgdTraits : OptimizerTraits<OptionsT, State, SgdFunctor<false>, SgdFuncto
 
 namespace optim {
 
-/// Gradient descent with momentum, dampening, weight decay and Nesterov's look ahead, with the
-/// results of `torch::optim::SGD` within rounding, in one pass over gradient, parameter and buffer.
-/// The comment of AdamW (mezzo/optim/adamw.h) on dtypes, layouts, groups, files, devices and
-/// threads holds here too. Sparse gradients need torch::optim::SGD.
+/// SGD with momentum, dampening, weight decay and Nesterov momentum, equal to `torch::optim::SGD`
+/// within rounding, in one pass over gradient, parameter and buffer. See AdamW
+/// (mezzo/optim/adamw.h) for dtypes, groups, archives, devices and threads. Sparse gradients need
+/// torch::optim::SGD.
 ///
-/// A file of torch::optim::SGD holds no number of steps. `load` warns (TORCH_WARN), and the
-/// optimizer counts from 0 until an LrSchedule's file or `set_applied_steps` gives the number.
+/// An archive of torch::optim::SGD has no step count. `load` then warns (TORCH_WARN) and counts
+/// from 0; load an LrSchedule's archive or call `set_applied_steps`.
 class SGD : public detail::FusedOptimizer<detail::SgdTraits<SGDOptions, SGDParamState>> {
  public:
-  /// Takes what AdamW's constructors take, with SGDOptions, which have no default.
-  /// \throws c10::Error unless lr, momentum and weight_decay are at least 0, and, for nesterov,
-  ///   momentum is positive and dampening 0; or if there is no parameter, a parameter is given
-  ///   twice, or two share memory
+  /// AdamW's constructors with SGDOptions, which have no default.
+  /// \throws c10::Error unless lr, momentum and weight_decay are at least 0 and, with nesterov, momentum
+  ///   is positive and dampening 0; or if there is no parameter, a parameter appears twice, or two share
+  ///   memory
   using FusedOptimizer::FusedOptimizer;
 };
 

@@ -1,5 +1,5 @@
 /// \file
-/// StepResult: the outcome of one `GradScaler::step`, which may complete later.
+/// StepResult: the outcome of one `GradScaler::step`, which may complete asynchronously.
 #pragma once
 
 #include <mezzo/base/version.h>
@@ -15,96 +15,91 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
 class StepFuture;
 
-/// A handle to the outcome of a step. It shares its future with its copies, may be kept across
-/// iterations, and may outlive scaler and optimizer. Use it from one thread at a time.
+/// Handle to the outcome of a step. Copies share one future. A result may be kept across iterations
+/// and may outlive scaler and optimizer. Not thread-safe.
 ///
-/// With the optimizers of `torch::optim` the host decides whether to step, as in torch.amp: `step`
-/// has waited for the device, and the outcome is ready when it returns.
+/// With torch::optim optimizers the host decides whether to step, as in torch.amp: `step`
+/// synchronizes, and the result is ready when it returns.
 ///
-/// A step that was captured into a CUDA graph runs at each replay, and its result is that of the
-/// last replay. `ready` is then always false, because replays do not notify the host, and each
-/// question waits for the device. Questions throw c10::Error before the first replay and during a
-/// capture.
+/// A step captured into a CUDA graph has the result of the last replay. `ready` is then always
+/// false, because replays do not notify the host, and every other function synchronizes. They throw
+/// c10::Error before the first replay and during a capture.
 class StepResult {
  public:
-  /// The outcome of one step, as values.
+  /// The values of a completed step.
   struct Values {
-    bool applied = false;    ///< whether the step was applied, and not skipped
-    bool found_inf = false;  ///< whether a gradient was inf or NaN
-    float scale = 1.0F;      ///< the loss scale that this step's gradients carried
-    /// The 2-norm of all unscaled gradients before clipping, where a step knows it.
-    std::optional<double> grad_norm = std::nullopt;
-    /// The largest magnitude of the unscaled gradients before clipping, where a step knows it.
-    std::optional<double> grad_max_abs = std::nullopt;
-    bool was_unscaled = false;  ///< whether the gradients had lost the scale before the step
-    std::optional<at::Tensor> step_return =
-        std::nullopt;  ///< what `optimizer.step` returned, if it ran
+    bool applied = false;                               ///< false if the step was skipped
+    bool found_inf = false;                             ///< whether a gradient was inf or NaN
+    float scale = 1.0F;                                 ///< the loss scale of this step's gradients
+    std::optional<double> grad_norm = std::nullopt;     ///< see StepResult::grad_norm
+    std::optional<double> grad_max_abs = std::nullopt;  ///< see StepResult::grad_max_abs
+    bool was_unscaled = false;                          ///< `unscale_` was called before the step
+    std::optional<at::Tensor> step_return = std::nullopt;  ///< see StepResult::step_return
   };
 
-  /// Makes a result that is known already.
+  /// Makes a completed result.
   explicit StepResult(Values values) : known_(std::move(values)) {}
 
-  /// Makes a result whose outcome will arrive in `future`.
+  /// Makes a result with the values of `future`.
   /// \throws c10::Error if `future` is null
   explicit StepResult(std::shared_ptr<StepFuture> future);
 
-  /// Returns whether the functions below can answer without waiting. Never waits. False while the
-  /// device is being captured, and for a captured step.
+  /// Returns whether the functions below return without synchronizing. Never synchronizes. False
+  /// during a capture and for a captured step.
   bool ready() const noexcept;
 
-  /// Returns whether the step was applied, and not skipped. May wait for the device.
+  /// Returns whether the step was applied rather than skipped. May synchronize with the host.
   bool applied() const { return values().applied; }
 
-  /// Returns whether an inf or NaN was found. May wait for the device.
+  /// Returns whether a gradient was inf or NaN. May synchronize with the host.
   bool found_inf() const { return values().found_inf; }
 
-  /// Returns the loss scale that the gradients carried; 1 from a disabled scaler. May wait for the
-  /// device.
+  /// Returns the loss scale of the gradients; 1 from a disabled scaler. May synchronize with the
+  /// host.
   float scale() const { return values().scale; }
 
-  /// Returns the 2-norm of all gradients, unscaled and not yet clipped, if the step computed it:
-  /// with an optimizer of mezzo's, a `max_norm`, or after `unscale_`; from a disabled scaler only
-  /// with a `max_norm`. Inf or NaN where an inf was found. May wait for the device.
+  /// Returns the 2-norm of all gradients, unscaled and before clipping, if the step computed it:
+  /// with a mezzo optimizer, a `max_norm`, or after `unscale_`; from a disabled scaler only with a
+  /// `max_norm`. Inf or NaN if found_inf(). May synchronize with the host.
   std::optional<double> grad_norm() const { return values().grad_norm; }
 
-  /// Returns the largest magnitude of all gradients, unscaled and not yet clipped, for each step
-  /// that has a `grad_norm()`. Inf or NaN where an inf was found. May wait for the device.
+  /// Returns the maximum magnitude of all gradients, unscaled and before clipping, for every step
+  /// that has a `grad_norm()`. Inf or NaN if found_inf(). May synchronize with the host.
   std::optional<double> grad_max_abs() const { return values().grad_max_abs; }
 
-  /// Returns whether the gradients were unscaled before the step, by `GradScaler::unscale_`.
-  /// Otherwise the step itself took `scale()` off. May wait for the device.
+  /// Returns whether GradScaler::unscale_ unscaled the gradients before the step. May synchronize
+  /// with the host.
   bool was_unscaled() const { return values().was_unscaled; }
 
-  /// Returns a float of one element on the device that decides the step, 0 where it ran, for work
-  /// that follows the step there without waiting; undefined where the host knows.
+  /// Returns a float32 scalar on the device that decided the step, 0 if the step was applied, for
+  /// asynchronous work that depends on it; undefined if the host decided.
   at::Tensor found_inf_on_device() const;
 
-  /// Returns what `optimizer.step` returned; none if the step was skipped. torch::optim returns an
-  /// undefined tensor unless it was given a closure. May wait for the device.
+  /// Returns what `optimizer.step` returned; nullopt if the step was skipped. Without a closure
+  /// torch::optim returns an undefined tensor. May synchronize with the host.
   const std::optional<at::Tensor>& step_return() const { return values().step_return; }
 
-  /// Returns all of these values. May wait for the device.
-  const StepResult::Values& values() const;
+  /// Returns all of these values. May synchronize with the host.
+  const Values& values() const;
 
  private:
-  std::shared_ptr<StepFuture> future_;  // null where the outcome is known
-  StepResult::Values known_;
+  std::shared_ptr<StepFuture> future_;  // null for a completed result
+  Values known_;
 };
 
-/// The place where an outcome arrives that the host did not decide. Derived classes answer `ready`
-/// without waiting, and `outcome` by waiting.
+/// The values of a step that a device decides (c10::ivalue::Future for a StepResult).
 class StepFuture {
  public:
   StepFuture() = default;
   StepFuture(const StepFuture&) = delete;
   StepFuture& operator=(const StepFuture&) = delete;
   virtual ~StepFuture() = default;
-  /// Returns whether the outcome has arrived. Does not wait.
+  /// Returns whether the step has completed. Does not synchronize.
   virtual bool ready() const noexcept = 0;
-  /// Returns the outcome, and waits for it.
+  /// Returns the values; blocks until the step has completed.
   virtual const StepResult::Values& values() = 0;
-  /// A float of one element on the device that decides the step, 0 where it ran; undefined where
-  /// the host knows.
+  /// Returns a float32 scalar on the device that decided the step, 0 if the step was applied;
+  /// undefined if the host decided.
   virtual at::Tensor found_inf_on_device() const { return {}; }
 };
 

@@ -1,5 +1,5 @@
 /// \file
-/// Gradient accumulation that drops micro-batches whose gradients are inf or NaN.
+/// FiniteGradAccumulator: gradient accumulation without micro-batches with inf or NaN gradients.
 #pragma once
 
 #include <mezzo/base/version.h>
@@ -18,18 +18,18 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
-/// Accumulates the gradients of one step's micro-batches in `.grad`, without micro-batches whose
-/// gradients are inf or NaN; docs/optimizers.md has the loop. Make one for each step. Not
+/// Accumulates the gradients of one step's micro-batches in `.grad`, and drops micro-batches with
+/// inf or NaN gradients. Construct one for each step; docs/optimizers.md has the loop. Not
 /// thread-safe.
 ///
-/// If all micro-batches are bad, the gradients of the last one stay, and the step's own check finds
-/// them. Gradients of zero count as accumulated, so begin with `zero_grad()`, which leaves none. A
-/// sum that overflows, as one of half gradients can, stays inf for the step's check. If ranks
-/// reduce gradients, `add` the micro-batches before the last, under `no_sync()`, and call
-/// `backward()` of the last one as usual.
+/// If all micro-batches have inf or NaN, `.grad` is that of the last one, and the scaler skips the
+/// step. A sum that overflows, as one of float16 gradients can, stays inf for the scaler's check.
+/// Gradients of zero count as accumulated: start with `zero_grad()`, which sets them to none. With
+/// ranks that reduce gradients, `add` all micro-batches but the last under `no_sync()`, and call
+/// `backward()` for the last one directly.
 class FiniteGradAccumulator {
  public:
-  /// \param parameters  every parameter that a backward pass may reach
+  /// \param parameters  every parameter that receives gradients
   /// \throws c10::Error for an undefined parameter
   explicit FiniteGradAccumulator(std::vector<at::Tensor> parameters)
       : parameters_(std::move(parameters)) {
@@ -39,37 +39,36 @@ class FiniteGradAccumulator {
     }
   }
 
-  /// Adds the gradients of one micro-batch to those accumulated, or drops them if one of them is
-  /// inf or NaN. Waits for a GPU. Costs one read of the new gradients, and memory for the
-  /// accumulated.
+  /// Runs `backward`, and adds its gradients to the accumulated ones unless one is inf or NaN.
+  /// Synchronizes with the host. Reads the new gradients once, and keeps both sets in memory.
   /// \param backward  computes the loss of the micro-batch and runs its backward pass
-  /// \return whether the micro-batch was added, and not dropped
-  /// \throws whatever `backward` throws, and c10::Error for a gradient that cannot be added.
-  ///   Gradients are then what they were before the call.
+  /// \return whether the gradients were added
+  /// \throws the exceptions of `backward`, and c10::Error for a gradient that cannot be added;
+  ///   `.grad` is then unchanged
   bool add(const std::function<void()>& backward) {
     TORCH_CHECK(
         backward != nullptr,
         "FiniteGradAccumulator: backward is an empty function; pass one that calls backward()");
-    detail::GradientStash before(parameters_);
+    detail::GradientStash stash(parameters_);
     backward();
     const c10::NoGradGuard no_grad;
     std::vector<at::Tensor> gradients;
     for (const at::Tensor& parameter : parameters_) gradients.push_back(parameter.grad());
     const bool is_finite = !detail::any_nonfinite(gradients);
-    const bool had_bad =
-        std::exchange(has_bad_, false) && detail::any_nonfinite(before.gradients());
-    if (had_bad || std::ranges::none_of(before.gradients(), &at::Tensor::defined)) {
-      before.drop();
-      has_bad_ = !is_finite;
+    const bool had_nonfinite =
+        std::exchange(has_nonfinite_, false) && detail::any_nonfinite(stash.gradients());
+    if (had_nonfinite || std::ranges::none_of(stash.gradients(), &at::Tensor::defined)) {
+      stash.drop();
+      has_nonfinite_ = !is_finite;
     } else if (is_finite) {
-      before.add_back();
+      stash.add_back();
     }
-    return is_finite;  // where the micro-batch is dropped, `before` puts back what was there
+    return is_finite;  // if dropped, `stash` restores the accumulated gradients
   }
 
  private:
   std::vector<at::Tensor> parameters_;
-  bool has_bad_ = false;  // `.grad` has what a bad micro-batch left
+  bool has_nonfinite_ = false;  // `.grad` is that of a micro-batch with inf or NaN
 };
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

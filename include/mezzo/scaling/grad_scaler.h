@@ -1,5 +1,5 @@
 /// \file
-/// GradScaler, dynamic loss scaling for any `torch::optim::Optimizer`: torch.amp's in C++.
+/// GradScaler: dynamic loss scaling for any `torch::optim::Optimizer`, torch.amp.GradScaler in C++.
 #pragma once
 
 #include <mezzo/base/detail/for_each_tensor.h>
@@ -14,6 +14,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/scalar_tensor.h>
+#include <c10/core/Device.h>
 #include <c10/util/Exception.h>
 #include <torch/optim/optimizer.h>
 #include <torch/serialize/archive.h>
@@ -34,87 +35,101 @@
 #include <utility>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
 
-/// Multiplies the loss so that small gradients survive in fp16, divides the gradients again, and
-/// skips the optimizer's step when one of them is inf or NaN. The calls, their order and the words
-/// of their errors are those of `torch.amp.GradScaler`:
+/// A device, a device type, or a text such as "cuda".
+template <class T>
+concept DeviceLike = std::constructible_from<at::Device, const T&>;
+
+}  // namespace detail
+
+/// Scales the loss so that small float16 gradients do not underflow, unscales the gradients, and
+/// skips the optimizer's step if one of them is inf or NaN. The methods, their order and their
+/// error messages are those of `torch.amp.GradScaler`:
 ///
 /// \code
-///   mezzo::GradScaler scaler;
+///   mezzo::GradScaler scaler;                          // or scaler("cuda", {.init_scale = 1024})
 ///   for (auto& batch : *loader) {
 ///     optimizer.zero_grad();
-///     auto loss = ...;                               // under mezzo::AutocastGuard
+///     torch::Tensor loss = ...;                        // under mezzo::AutocastGuard
 ///     scaler.scale(loss).backward();
-///     auto result = scaler.step(optimizer, {.max_norm = 1.0});
+///     scaler.unscale_(optimizer);                      // optional: to inspect or clip gradients
+///     torch::nn::utils::clip_grad_norm_(model->parameters(), 1.0);
+///     scaler.step(optimizer);
 ///     scaler.update();
-///     schedule.step(result);
 ///   }
 /// \endcode
 ///
-/// Several optimizers share the scale: each that finds an inf skips its own step, and `update`,
-/// called once when all have stepped, backs the scale off once.
+/// `scaler.step(optimizer, {.max_norm = 1.0})` unscales, checks, clips and steps in fewer passes
+/// than these three calls. With several optimizers, call `step` for each, then `update` once: an
+/// optimizer with an inf or NaN gradient skips its own step, and the scale backs off once.
 ///
-/// The scale lives on the device of the first tensor that `scale` sees. On CUDA the host waits for
-/// the device in `get_scale` and `state_dict` and, with an optimizer that is not mezzo's, in
-/// `step`; nothing else waits. docs/cuda.md shows how to capture a step into a CUDA graph. Threads
-/// may call `scale` at once; all else is for one thread at a time. Between two calls of `update` no
-/// optimizer may move in memory. A scaler can be moved, and not copied.
+/// The scale is created on the device of the first scaled tensor. `get_scale`, `state_dict` and,
+/// for optimizers of torch::optim, `step` synchronize with the host; other methods do not, unless
+/// their comment says so. A step can be captured into a CUDA graph: docs/cuda.md. `scale` is
+/// thread-safe, the other methods are not. Optimizers must keep their address until `update`.
+/// Movable, not copyable.
 class GradScaler {
  public:
-  /// The keys and values of torch.amp.GradScaler's state_dict, and keys for what mezzo adds.
+  /// The keys and values of torch.amp.GradScaler's state_dict, and of mezzo's options.
   using StateDict = std::map<std::string, double>;
-  /// The function that `on_skip` takes; it is called after each skipped step.
+  /// Called after each skipped step.
   using SkipCallback = detail::SkipReporter::Callback;
 
-  /// \throws c10::Error if an option is out of range, naming it and its range; also when disabled
+  /// \throws c10::Error if an option is out of range, even if `enabled` is false
   explicit GradScaler(const GradScalerOptions& options = {});
-  /// Refuses a number alone, which does not say what it is: write
-  /// `GradScaler({.init_scale = 1024})` or, for a constant scale,
-  /// `GradScaler(GradScalerOptions::fixed(128))`.
+  /// torch.amp's form: `GradScaler("cuda")`, `GradScaler(torch::kCUDA, {.init_scale = 1024})`.
+  /// Warns and disables the scaler if `device` is CUDA and CUDA is not available. Any other device
+  /// has no effect: the scale is created on the device of the first scaled tensor.
+  /// \throws c10::Error if `device` is not a device, listing the device types
+  explicit GradScaler(at::Device device, const GradScalerOptions& options = {});
+  /// Converts `device`, such as "cuda" or torch::kCUDA, to at::Device.
+  explicit GradScaler(const detail::DeviceLike auto& device, const GradScalerOptions& options = {})
+      : GradScaler(at::Device(device), options) {}
+  /// Deleted: a bare number does not name its option. Write `GradScaler({.init_scale = 1024})` or,
+  /// for a constant scale, `GradScaler(GradScalerOptions::fixed(128))`.
   explicit GradScaler(detail::BareNumber auto) = delete;  // GradScaler({.init_scale = 1024})
+  /// Deleted: a bare number does not name its option.
+  GradScaler(const auto&, detail::BareNumber auto, auto...) = delete;  // {.init_scale = 1024}
 
-  /// Returns `outputs` times the scale. Differentiable; never mutates its argument. No host sync
-  /// for outputs on the scale's device; for outputs on another device the scale is copied there,
-  /// which synchronizes with the host if that device is the CPU. Threads may call it at once, the
-  /// first time too.
+  /// Returns `outputs` times the scale, each tensor in its own dtype. Differentiable, out of place,
+  /// thread-safe. No host sync for outputs on the scale's device. For outputs on another device
+  /// the scale is copied there, which synchronizes with the host if that device is the CPU.
   /// \param outputs  a tensor, or a std::vector, array, pair, tuple, map, unordered_map or optional
-  ///   of tensors, nested as you like; on any devices
-  /// \return an object of the same type, each tensor in its own dtype
+  ///   of tensors, nested to any depth, on any devices
   template <class Outputs>
   [[nodiscard]] std::remove_cvref_t<Outputs> scale(const Outputs& outputs);
 
-  /// Divides the gradients of all of `optimizer`'s parameters by the scale, in place, and notes
-  /// whether any quotient is inf or NaN. Undefined gradients are left out, sparse ones coalesced
-  /// first (`.grad` is replaced). No host sync, except to coalesce.
+  /// Divides the gradients of `optimizer`'s parameters by the scale, in place, and records whether
+  /// a quotient is inf or NaN. Skips undefined gradients. Coalesces sparse ones first (`.grad` is
+  /// replaced), which synchronizes with the host; otherwise no host sync.
   ///
-  /// A weight with a float master (WeightStorage::fp32_master, MasterWeights) gets a new `.grad` of
-  /// float, in which nothing underflows; the step takes that tensor, and libtorch's clipping and
-  /// zero_grad find it there. A disabled scaler makes it float too, and divides nothing.
+  /// A weight with a float32 master (WeightStorage::fp32_master, MasterWeights) gets a new float32
+  /// `.grad`, in which nothing underflows, even if the scaler is disabled. Clipping, `step` and
+  /// zero_grad use that tensor.
   /// \return found_inf: a float32 tensor of one element on the scale's device, not 0 if a quotient
-  ///   is inf or NaN; undefined if no parameter has a gradient, and from a disabled scaler
-  /// \throws c10::Error when called twice or after `step` in an iteration, before any `scale`, for
+  ///   is inf or NaN; undefined if no parameter has a gradient, or if the scaler is disabled
+  /// \throws c10::Error if called twice or after `step` in an iteration, before any `scale`, for
   ///   fp16 gradients of parameters without a master (see `allow_fp16_gradients`), or for gradients
   ///   that were unscaled for another optimizer
   at::Tensor unscale_(OptimizerRef optimizer);
 
-  /// Unscales, checks, has_max_norm and steps in few passes: `scaler.step(optimizer, {.max_norm
-  /// = 1.0})`.
+  /// Unscales, unless `unscale_` was called, and applies the optimizer's step if no gradient is inf
+  /// or NaN. Clips with `{.max_norm = 1.0}`; StepOptions documents `.grad` afterwards.
   ///
-  /// An optimizer of mezzo's reads the gradients once, for an inf and for their norm, and once more
-  /// in the step, which multiplies them by inverse scale and clip coefficient on their way. The
-  /// device decides the step: nothing waits, and result and report of a skip come later. Any other
-  /// optimizer's gradients are unscaled and clipped in place, as by `unscale_` and torch's
-  /// clip_grad_norm_, and the host waits once to know whether to step. StepOptions says what
-  /// `.grad` holds afterwards. After `unscale_` the gradients are only checked once more, since
-  /// clipping or your code may have made an inf or NaN. A disabled scaler has_max_norm, sets to
-  /// zero and steps whatever the gradients are.
+  /// A mezzo optimizer reads the gradients once for found_inf and their norm, and once in the step,
+  /// which multiplies them by inverse scale and clip coefficient. The device decides the step: no
+  /// host sync, and result and skip report complete later. Gradients of any other optimizer are
+  /// unscaled and clipped in place, as by `unscale_` and clip_grad_norm_, and the host synchronizes
+  /// once to decide. After `unscale_` the gradients are checked again, since clipping may produce
+  /// inf or NaN. A disabled scaler clips, zeroes and steps without a check.
   ///
-  /// Warns once (TORCH_WARN) if no loss was scaled since the last `update`, as in a loop that calls
-  /// `update` between the steps of two optimizers: a dynamic scale may have changed.
-  /// \throws c10::Error when called twice in an iteration, before any `scale`, when no parameter has
-  ///   a gradient, for fp16 gradients as `unscale_` does, for gradients that a scaled backward
-  ///   pass has replaced after `unscale_`, or that were unscaled for another optimizer, or unless
-  ///   max_norm is positive
+  /// Warns once if no loss was scaled since the last `update`, as in a loop that calls `update`
+  /// between the steps of two optimizers: a dynamic scale may have changed.
+  /// \throws c10::Error if called twice in an iteration, before any `scale`, if no parameter has a
+  ///   gradient, for fp16 gradients as `unscale_` does, for gradients that a scaled backward pass
+  ///   created after `unscale_`, or that were unscaled for another optimizer, or unless max_norm is
+  ///   positive
   StepResult step(OptimizerRef optimizer, const StepOptions& options = {});
 
   /// Calls `optimizer.step(closure)` if this scaler is disabled.
@@ -123,34 +138,31 @@ class GradScaler {
   StepResult step(OptimizerRef optimizer, const Closure& closure) {
     return step_with_closure(optimizer, closure);
   }
-  /// Refuses a number alone: write `step(optimizer, {.max_norm = 1.0})`.
+  /// Deleted: write `step(optimizer, {.max_norm = 1.0})`.
   StepResult step(OptimizerRef, detail::BareNumber auto) = delete;  // {.max_norm = 1.0}
 
-  /// Ends the iteration: moves the scale by what the checks found, and forgets the optimizers. No
-  /// host sync.
+  /// Ends the iteration: updates the scale from the recorded checks. No host sync.
   /// \throws c10::Error if no optimizer was checked since the last `update`
   void update();
 
-  /// Ends the iteration with a scale of your choice; growth tracker and hysteresis stay.
+  /// Ends the iteration and sets the scale; growth tracker and hysteresis tracker do not change.
   /// \throws c10::Error unless `new_scale` is positive and within [min_scale, max_scale]
   void update(double new_scale);
-
-  /// Ends the iteration with the scale in a tensor. No host sync.
   /// \param new_scale  one element that requires no grad, of any dtype and device; its value is
-  ///   copied and clamped to [min_scale, max_scale], and not otherwise checked
+  ///   copied and clamped to [min_scale, max_scale], without other checks
   void update(const at::Tensor& new_scale);
 
-  /// Returns the present scale; 1 when disabled. Waits for the device.
+  /// Returns the current scale; 1 if disabled. Synchronizes with the host.
   double get_scale() const;
   /// Returns the factor by which the scale grows.
   double get_growth_factor() const noexcept { return options_.growth_factor; }
   /// Returns the factor by which the scale backs off.
   double get_backoff_factor() const noexcept { return options_.backoff_factor; }
-  /// Returns the number of clean iterations in a row after which the scale grows.
+  /// Returns the number of consecutive iterations without inf/NaN after which the scale grows.
   int64_t get_growth_interval() const noexcept { return options_.growth_interval; }
 
   /// Sets the growth factor, from the next `update` on.
-  /// \throws c10::Error for a value out of range, and unless the scale is dynamic
+  /// \throws c10::Error for a value out of range, or if the scale is not dynamic
   void set_growth_factor(double growth_factor);
   /// Sets the backoff factor, from the next `update` on.
   /// \throws c10::Error as `set_growth_factor` does
@@ -159,11 +171,11 @@ class GradScaler {
   /// \throws c10::Error as `set_growth_factor` does
   void set_growth_interval(int64_t growth_interval);
 
-  /// Returns GradScalerOptions::enabled. A disabled scaler scales, unscales and skips nothing.
+  /// Returns whether the scaler is enabled. A disabled scaler scales, unscales and skips nothing.
   bool is_enabled() const noexcept { return options_.enabled; }
 
-  /// Gives an iteration up, such as one whose step threw: forgets what was called since the last
-  /// `update`, and leaves the scale as it is. Clear the gradients before the next backward pass.
+  /// Discards the iteration, for example one whose step threw: the calls since the last `update`
+  /// have no effect on the scale. Clear the gradients before the next backward pass.
   void discard_iteration() noexcept {
     per_optimizer_states_.clear();
     found_inf_ = at::Tensor();
@@ -173,26 +185,25 @@ class GradScaler {
   /// Returns whether an optimizer was unscaled or stepped since the last `update`.
   bool has_pending_update() const noexcept { return !per_optimizer_states_.empty(); }
 
-  /// Returns the options that the scale follows.
+  /// Returns the validated options.
   const GradScalerOptions& options() const noexcept { return options_; }
 
-  /// Calls `callback` for every iteration with a skipped step, or with an inf that `unscale_` found
-  /// and no step came after, at its `update` or, on a device, at a later one; not for replays of a
-  /// CUDA graph. It takes the place of the line on std::cerr, which is written for the first eleven
-  /// skips in a row, once for a scale at its floor, and in both cases for every 1000th skip after
-  /// that. A null callback is silent.
+  /// Sets the function that is called for every iteration with a skipped step, or with an inf or
+  /// NaN that `unscale_` found and no step followed. It is called in `update`, on a device in a
+  /// later one, and not for replays of a CUDA graph. It replaces the message on std::cerr, which is
+  /// printed for the first eleven consecutive skips, once at min_scale, and then for every 1000th
+  /// skip. A null callback prints nothing.
   void on_skip(SkipCallback callback) { reporter_.set_callback(std::move(callback)); }
 
-  /// Returns the whole state under torch's keys (scale, growth_factor, backoff_factor,
-  /// growth_interval, _growth_tracker), which torch.amp's `load_state_dict` accepts, and mezzo's
-  /// own (min_scale, max_scale, hysteresis, _hysteresis_tracker, _loss_scale_mode). Empty when
-  /// disabled. Waits for the device. Call it after `update`. docs/loss-scaling.md shows how a state
-  /// goes to Python and back as JSON.
+  /// Returns the state under torch's keys (scale, growth_factor, backoff_factor, growth_interval,
+  /// _growth_tracker), which torch.amp's `load_state_dict` accepts, and mezzo's (min_scale,
+  /// max_scale, hysteresis, _hysteresis_tracker, _loss_scale_mode). Empty if disabled. Synchronizes
+  /// with the host. Call it after `update`. docs/loss-scaling.md shows the exchange with Python.
   StateDict state_dict() const;
 
-  /// Restores what `state_dict` returned, torch.amp's included: this scaler's values stay where
-  /// keys of mezzo's own are missing. All or nothing; does nothing when disabled.
-  /// \throws c10::Error if a key of torch's is missing or a value is out of range
+  /// Restores a state of `state_dict` or of torch.amp's, which leaves mezzo's options unchanged.
+  /// Strong exception guarantee. Does nothing if disabled.
+  /// \throws c10::Error if one of torch's keys is missing or a value is out of range
   void load_state_dict(const StateDict& state);
 
  private:
@@ -201,11 +212,11 @@ class GradScaler {
 
   State& get_state(const torch::optim::Optimizer& optimizer);
   State& get_state_to_step(const torch::optim::Optimizer& optimizer);
-  void check_scaled(const torch::optim::Optimizer& optimizer, const StepPlan& plan) const;
+  void check_can_unscale(const torch::optim::Optimizer& optimizer, const StepPlan& plan) const;
   void merge_found_inf(State& state, GradStats& stats) const;
   void mark_cleared_grads();
   void unscale_grads(OptimizerRef optimizer, State& state);
-  StepResult step_fused(optim::MixedPrecisionOptimizer& fused, const StepOptions& options);
+  StepResult step_on_device(optim::MixedPrecisionOptimizer& optimizer, const StepOptions& options);
   StepResult step_with_host_sync(OptimizerRef optimizer, const StepOptions& options);
   StepResult step_disabled(OptimizerRef optimizer, const StepOptions& options);
   StepResult step_with_closure(OptimizerRef optimizer,
@@ -223,21 +234,21 @@ class GradScaler {
 
   GradScalerOptions options_;
   LossScaleState initial_state_;
-  detail::ScaleTensors scale_;  // written in place, where a captured graph reads it
-  std::unique_ptr<std::mutex> mutex_ = std::make_unique<std::mutex>();  // of calls of `scale`
+  detail::ScaleTensors scale_;  // updated in place, since captured graphs hold the addresses
+  std::unique_ptr<std::mutex> mutex_ = std::make_unique<std::mutex>();  // of `scale`
   std::unordered_map<const torch::optim::Optimizer*, State> per_optimizer_states_;
-  at::Tensor found_inf_;  // of this iteration; see add_found_inf
+  at::Tensor found_inf_;  // of the iteration: sum over its optimizers, added by add_found_inf
   detail::SkipReporter reporter_;
   detail::DeviceStepFuturePool future_pool_;
 };
 
 namespace detail {
 
-/// The keys of a scaler's state that are counts.
+/// Keys of the state dict whose values torch stores as integers.
 inline constexpr std::array<std::string_view, 5> kIntegerStateKeys{
     "growth_interval", "_growth_tracker", "hysteresis", "_hysteresis_tracker", "_loss_scale_mode"};
 
-/// Whether a `T` holds tensors and nothing else, except for the keys of maps.
+/// Returns whether a `T` holds only tensors, apart from the keys of maps.
 template <class T>
 consteval bool is_scalable() {
   if constexpr (TupleLike<T>) {
@@ -260,8 +271,8 @@ consteval bool is_scalable() {
 template <class Outputs>
 std::remove_cvref_t<Outputs> GradScaler::scale(const Outputs& outputs) {
   static_assert(detail::is_scalable<Outputs>(),
-                "outputs must be a Tensor or an iterable of Tensors. In C++: give "
-                "GradScaler::scale the loss itself, as in scaler.scale(out.loss)");
+                "outputs must be a Tensor or an iterable of Tensors. In C++: pass the loss itself "
+                "to GradScaler::scale, as in scaler.scale(out.loss)");
   if (!options_.enabled) return outputs;
   mark_cleared_grads();
   return detail::map_tensors(outputs, [this](const at::Tensor& output) -> at::Tensor {
@@ -270,9 +281,9 @@ std::remove_cvref_t<Outputs> GradScaler::scale(const Outputs& outputs) {
   });
 }
 
-/// Writes `state_dict` to an archive: `torch::save(scaler, path)` (include <torch/serialize.h>). A
-/// disabled scaler writes nothing.
-/// \throws c10::Error in the middle of an iteration: save the scaler after `update`
+/// Writes `state_dict()` to an archive: `torch::save(scaler, path)` (include <torch/serialize.h>).
+/// A disabled scaler writes nothing.
+/// \throws c10::Error between `unscale_` or `step` and `update`
 inline torch::serialize::OutputArchive& operator<<(torch::serialize::OutputArchive& archive,
                                                    const GradScaler& scaler) {
   TORCH_CHECK(
@@ -280,22 +291,21 @@ inline torch::serialize::OutputArchive& operator<<(torch::serialize::OutputArchi
       "A GradScaler instance may only be pickled at the beginning of an iteration, or at the "
       "end after scaler.update(). In C++: call torch::save(scaler, path) after scaler.update()");
   for (const auto& [key, value] : scaler.state_dict()) {
-    // Python's scaler refuses a growth_interval of 2000.0 at its next update.
-    const auto is_count = std::ranges::count(detail::kIntegerStateKeys, key) != 0;
-    archive.write(key, at::scalar_tensor(value, is_count ? at::kLong : at::kDouble),
+    // torch.amp's `update` throws for a growth_interval of 2000.0.
+    const auto is_integer = std::ranges::count(detail::kIntegerStateKeys, key) != 0;
+    archive.write(key, at::scalar_tensor(value, is_integer ? at::kLong : at::kDouble),
                   /*is_buffer=*/true);
   }
   return archive;
 }
 
-/// Loads a state from an archive: `torch::load(scaler, path)`. A disabled scaler stays as it is.
-/// An iteration begins, as with a scaler that Python unpickles: what was unscaled before is
-/// forgotten. Clear the gradients before the next backward pass.
+/// Loads a state from an archive: `torch::load(scaler, path)`. Does nothing if disabled. Discards
+/// the current iteration, as unpickling does: clear the gradients before the next backward pass.
 /// \throws c10::Error as GradScaler::load_state_dict does
 inline torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive& archive,
                                                   GradScaler& scaler) {
   GradScaler::StateDict state;
-  for (const auto& [key, own] : GradScaler().state_dict()) {
+  for (const auto& [key, default_value] : GradScaler().state_dict()) {
     at::Tensor value;
     if (archive.try_read(key, value, /*is_buffer=*/true)) state[key] = value.item<double>();
   }
@@ -304,7 +314,7 @@ inline torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive
   return archive;
 }
 
-/// Throws what loading the archive would throw, and changes nothing.
+/// Throws what `torch::load` would throw, without loading.
 inline void check_archive(torch::serialize::InputArchive& archive, const GradScaler& scaler) {
   GradScaler trial(scaler.is_enabled() ? scaler.options() : GradScalerOptions{.enabled = false});
   archive >> trial;

@@ -1,6 +1,5 @@
 /// \file
-/// Gradient accumulation over a data loader: micro-batches that know which is the last of its group
-/// and how many the group has.
+/// micro_batches: gradient accumulation over a data loader.
 #pragma once
 
 #include <mezzo/base/version.h>
@@ -18,22 +17,22 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
-/// A batch of the loader, with its place among the micro-batches of one step.
+/// A batch of a data loader with its position in an accumulation window, the micro-batches of one
+/// step.
 template <class Batch>
 class MicroBatch : public Batch {
  public:
-  /// Copies the batch: number `index`, from 0, of `count`.
+  /// Copies the batch. \param index  position in the window, from 0 to count - 1
   MicroBatch(const Batch& batch, std::int64_t index, std::int64_t count)
       : Batch(batch), index_(index), count_(count) {}
 
-  /// Returns the number of this micro-batch in its group, from 0.
+  /// Returns the position of this micro-batch in its window, from 0.
   std::int64_t index() const noexcept { return index_; }
-  /// Returns the number of micro-batches in the group.
+  /// Returns the number of micro-batches in the window.
   std::int64_t count() const noexcept { return count_; }
-  /// Returns whether this is the last of its group, so that the step follows.
+  /// Returns whether this is the last micro-batch of the window, after which the optimizer steps.
   bool is_last() const noexcept { return index_ + 1 == count_; }
-  /// Returns loss / count(): the losses of a group, each a mean over its micro-batch, add up to the
-  /// mean of them.
+  /// Returns loss / count(): the sum over the window is then the mean of its losses.
   at::Tensor normalize_loss(const at::Tensor& loss) const {
     return count_ == 1 ? loss : loss / count_;
   }
@@ -44,30 +43,29 @@ class MicroBatch : public Batch {
 
 namespace detail {
 
-/// Visits the MicroBatches of one group, which it holds, after another.
+/// Input iterator over MicroBatches. Holds the batches of the current window.
 template <class Next, class End>
 class MicroBatchIterator {
   using Batch = std::remove_cvref_t<decltype(*std::declval<Next&>())>;
-  static_assert(
-      std::is_class_v<Batch> && !std::is_final_v<Batch>,
-      "mezzo::micro_batches: the loader's batches should be of a class that can be derived "
-      "from, as torch::data::Example is; put others into a struct");
+  static_assert(std::is_class_v<Batch> && !std::is_final_v<Batch>,
+                "mezzo::micro_batches: the loader's batch type must be a class that can be a base "
+                "class, such "
+                "as torch::data::Example; wrap other types in a struct");
 
  public:
   using difference_type = std::ptrdiff_t;
 
-  /// Reads the first group of the batches from `next` to `end`.
+  /// Reads the first window of the batches from `next` to `end`.
   MicroBatchIterator(Next next, End end, std::int64_t gradient_accumulation_steps)
       : next_(std::move(next)),
         end_(std::move(end)),
         gradient_accumulation_steps_(gradient_accumulation_steps) {
     read_window();
   }
-  // Not copied: a copy would keep the batches of its group.
+  // Move-only: a copy would keep the batches of its window alive.
   MicroBatchIterator(MicroBatchIterator&&) noexcept = default;
   MicroBatchIterator& operator=(MicroBatchIterator&&) noexcept = default;
   MicroBatch<Batch>& operator*() { return window_[position_]; }
-  /// Goes to the next micro-batch. After the last of a group it reads the next group.
   MicroBatchIterator& operator++() {
     if (++position_ == window_.size()) read_window();
     return *this;
@@ -76,13 +74,13 @@ class MicroBatchIterator {
   bool operator==(std::default_sentinel_t) const noexcept { return window_.empty(); }
 
  private:
-  /// Reads a whole group, so that the first of an incomplete one knows its count.
+  /// Reads a whole window, since the last window of an epoch may be smaller.
   void read_window() {
     window_.clear();
     position_ = 0;
     std::vector<Batch> batches;
     while (std::ssize(batches) < gradient_accumulation_steps_) {
-      if (std::exchange(is_read_, false)) ++next_;  // draws a batch, so only when one is needed
+      if (std::exchange(is_read_, false)) ++next_;  // loads a batch, so not before it is needed
       if (next_ == end_) break;
       batches.push_back(*next_);
       is_read_ = true;
@@ -97,24 +95,23 @@ class MicroBatchIterator {
   std::int64_t gradient_accumulation_steps_;
   std::vector<MicroBatch<Batch>> window_;
   std::size_t position_ = 0;
-  bool is_read_ = false;  // the batch at next_
+  bool is_read_ = false;  // whether the window has the batch at next_
 };
 
 }  // namespace detail
 
-/// Returns the batches of `loader` in groups of `gradient_accumulation_steps`, each a MicroBatch,
-/// which is a batch of the loader's with `is_last()` and `normalize_loss(loss)` beside its own
-/// members. The last group of an epoch may have fewer, and its losses are divided by as many as it
-/// has. docs/guide.md has the loop.
+/// Returns the batches of `loader` in accumulation windows of `gradient_accumulation_steps`
+/// micro-batches. A MicroBatch is a batch of the loader with `is_last()` and
+/// `normalize_loss(loss)`. The last window of an epoch may be smaller; its losses are divided by
+/// its size. docs/guide.md has the loop.
 ///
-/// A group is read at once: it takes the memory of its batches, where the loader made them. Save
-/// the position in the data (a checkpoint) after a step, when all batches that were read have been
-/// trained on. All micro-batches have the same weight, so the samples of a smaller one weigh more.
-/// Copy the batches of a loader that reuses the tensors of the previous batch: otherwise a group
-/// holds its last batch several times.
+/// A window is loaded at once and occupies the memory of its batches. A loader that reuses the
+/// tensors of the previous batch must copy them. Save the position in the data (a checkpoint) after
+/// a step, when all loaded batches have been trained on. Samples of a smaller micro-batch have a
+/// larger weight in the mean of means.
 ///
 /// \param loader  a torch::data loader, or a range of batches; it must outlive the loop
-/// \return a range that can be walked through once, for a range-based for loop
+/// \return a single-pass range for a range-based for loop
 /// \throws c10::Error unless gradient_accumulation_steps is positive
 template <class Loader>
 auto micro_batches(Loader& loader, std::int64_t gradient_accumulation_steps) {

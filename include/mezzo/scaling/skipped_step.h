@@ -1,5 +1,5 @@
 /// \file
-/// What a GradScaler tells about a skipped step.
+/// SkippedStep, the argument of GradScaler's skip callback.
 #pragma once
 
 #include <mezzo/base/version.h>
@@ -11,29 +11,29 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
-/// An iteration in which a GradScaler skipped a step, as its `on_skip` callback gets it: at
-/// `update` or, where a device decides, at one of the next.
+/// An iteration in which a GradScaler skipped a step. The `on_skip` callback is called with it in
+/// `update`, or in a later `update` if the device decides.
 struct SkippedStep {
   int64_t loss_id = 0;      ///< GradScalerOptions::loss_id
   float scale = 1.0F;       ///< the scale that overflowed
-  float next_scale = 1.0F;  ///< the scale from here on
-  /// The number of skipped iterations in a row, this one included, that found the scale at
-  /// `min_scale`, where it stays. Above 0 the scale is not the cause: look for an inf or NaN in the
-  /// data, loss or weights.
+  float next_scale = 1.0F;  ///< the scale after it
+  /// The number of consecutive skipped iterations with the scale at `min_scale`, including this
+  /// one. If not 0, the scale is not the cause: look for an inf or NaN in the data, loss or
+  /// weights.
   int64_t consecutive_skips_at_min_scale = 0;
-  /// The number of iterations in a row that skipped a step, this one included. A scale that starts
-  /// too high makes about ten; beyond them look for an inf or NaN.
+  /// The number of consecutive skipped iterations, including this one. A scale that starts too high
+  /// causes about ten; beyond ten look for an inf or NaN.
   int64_t consecutive_skips = 1;
 
-  /// Returns one line: "Gradient overflow or NaN.  Skipping step, loss scaler 0 reducing loss scale
-  /// to 32768.0", or "... keeping loss scale at 128.0" where the scale did not move. Apex says
-  /// "overflow" for either; the scaler cannot tell which it was, an OverflowReport can.
+  /// Returns Apex's message: "Gradient overflow or NaN.  Skipping step, loss scaler 0 reducing loss
+  /// scale to 32768.0", or "... keeping loss scale at 128.0". OverflowReport distinguishes inf and
+  /// NaN.
   std::string message() const;
 };
 
 namespace detail {
 
-/// Returns a scale as Python prints it: "32768.0", "3.0517578125e-05".
+/// Formats a float as Python does: "32768.0", "3.0517578125e-05".
 inline std::string python_float(double value) {
   char text[64];
   const bool is_fixed = value == 0 || (value >= 1e-4 && value < 1e16);
@@ -44,23 +44,20 @@ inline std::string python_float(double value) {
   return result;
 }
 
-/// Returns the line to print for a skip; empty for most skips of a long series. Each of the first
-/// ten consecutive skips has a line, the eleventh one with advice, and then every 1000th. At
-/// min_scale the first skip and every 1000th have a line.
+/// Returns the message to print for a skip: for each of the first ten consecutive skips, for the
+/// eleventh with advice, and then for every 1000th; at min_scale for the first and every 1000th.
+/// Empty for the other skips.
 inline std::string limited_skip_message(const SkippedStep& skipped) {
   const bool is_at_min_scale = skipped.consecutive_skips_at_min_scale > 0;
-  const int64_t times =
+  const int64_t skips =
       is_at_min_scale ? skipped.consecutive_skips_at_min_scale : skipped.consecutive_skips;
-  const int64_t advised = is_at_min_scale ? 1 : 11;  // a scale that starts too high makes about ten
-  if (times < advised) return skipped.message();
-  if (times > advised && times % 1000 != 0) return {};
-  return skipped.message() + (is_at_min_scale ? ", the lowest allowed" : "") + " (step " +
-         std::to_string(times) + " in a row that was skipped" + (is_at_min_scale ? " there" : "") +
-         "; from here on one in 1000 is printed): " +
-         (is_at_min_scale
-              ? "look for an inf or NaN in the data, the loss or the weights"
-              : "no loss scale cures an inf or NaN in the data, the loss or the weights; "
-                "mezzo::DivergenceMonitor (mezzo/diagnostics.h) tells which it is");
+  const int64_t first_with_advice = is_at_min_scale ? 1 : 11;
+  if (skips < first_with_advice) return skipped.message();
+  if (skips > first_with_advice && skips % 1000 != 0) return {};
+  return skipped.message() + (is_at_min_scale ? ", which is min_scale" : "") +
+         " (consecutive skips: " + std::to_string(skips) +
+         "; from now on every 1000th is printed). No loss scale removes an inf or NaN in the data, "
+         "the loss or the weights; mezzo::DivergenceMonitor (mezzo/diagnostics.h) finds it";
 }
 
 }  // namespace detail

@@ -1,4 +1,4 @@
-"""Four ranks on two nodes over Gloo: multi_node_test.py RESTART_PROGRAM. Ends with 77 where there can be no such nodes."""
+"""Four ranks on two nodes over Gloo: multi_node_test.py RESTART_PROGRAM. Exits with 77 if network namespaces are not permitted."""
 import sys
 import tempfile
 import time
@@ -8,7 +8,7 @@ from nodes import Nodes, unavailable_reason
 
 PROGRAM = ""
 TIMEOUT = 30   # seconds of a collective, as in restart_program.cpp
-ENOUGH = 120    # for whatever is expected to happen
+ENOUGH = 120    # seconds until a test fails
 
 
 def job(nodes, way, directory, steps, ranks_a_host=2):
@@ -16,35 +16,35 @@ def job(nodes, way, directory, steps, ranks_a_host=2):
 
 
 def digests(ranks):
-    """Of the weights of each rank, and of what is each rank's own."""
+    """Digests of the weights and per-rank tensors of each rank."""
     for rank in ranks:
         status = rank.end(ENOUGH)
         assert status == 0, f"{status}\n{rank.text()}"
     return [[line for line in rank.lines if line.startswith(("end ", "own "))] for rank in ranks]
 
 
-def undisturbed(way, steps):
-    """All ranks on one host."""
+def run_undisturbed(way, steps):
+    """Runs all ranks on one node."""
     with Nodes(1) as host, tempfile.TemporaryDirectory() as directory:
         return digests(job(host, way, directory, steps, ranks_a_host=4))
 
 
-class TwoHosts(unittest.TestCase):
-    def test_give_the_bits_of_one_host(self):
+class TwoNodes(unittest.TestCase):
+    def test_two_nodes_match_one_node_bitwise(self):
         for way in ("ddp", "zero"):
-            expected = undisturbed(way, steps=8)
+            expected = run_undisturbed(way, steps=8)
             self.assertEqual(len({lines[0] for lines in expected}), 1)
             with self.subTest(way), Nodes(2) as nodes, tempfile.TemporaryDirectory() as directory:
                 self.assertEqual(digests(job(nodes, way, directory, steps=8)), expected)
 
-    def test_behind_a_slow_cable_are_waited_for(self):
-        expected = undisturbed("ddp", steps=8)
+    def test_slow_link_matches_bitwise(self):
+        expected = run_undisturbed("ddp", steps=8)
         with Nodes(2, megabits=50) as nodes, tempfile.TemporaryDirectory() as directory:
             ranks = job(nodes, "ddp", directory, steps=8)
             self.assertEqual(digests(ranks), expected)
             self.assertNotIn("mezzo:", "".join(rank.text() for rank in ranks))
 
-    def test_that_are_cut_off_end_all_ranks_and_one_host_goes_on(self):
+    def test_link_failure_ends_all_ranks_and_run_resumes(self):
         for way in ("ddp", "zero"):
             with self.subTest(way), tempfile.TemporaryDirectory() as directory:
                 with Nodes(2) as nodes:
@@ -53,11 +53,11 @@ class TwoHosts(unittest.TestCase):
                     nodes.unplug(1)
                     begin = time.monotonic()
                     statuses = [rank.end(ENOUGH) for rank in ranks]
-                    print(f"{way}: all had ended {time.monotonic() - begin:.1f} s after the cable was out, with a time-out of "
+                    print(f"{way}: all ranks exited {time.monotonic() - begin:.1f} s after the link failure, with a timeout of "
                           f"{TIMEOUT} s")
                     did = max(int(line.split()[1]) for line in ranks[0].lines if line.startswith("did "))
                 self.assertNotIn(0, statuses, "\n".join(rank.text() for rank in ranks))
-                expected = undisturbed(way, steps=did + 3)
+                expected = run_undisturbed(way, steps=did + 3)
                 with Nodes(1) as host:
                     ranks = job(host, way, directory, steps=did + 3, ranks_a_host=4)
                     self.assertEqual(digests(ranks), expected)

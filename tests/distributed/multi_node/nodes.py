@@ -1,10 +1,10 @@
-"""Machines of one job, as network namespaces of this one: each has an address of its own, and a cable to a switch.
+"""Nodes of one run, simulated by network namespaces: each has an address and a link to a switch.
 
     with Nodes(2, megabits=100) as nodes:
         ranks = nodes.start([program, "argument"], ranks_a_host=2)
         nodes.unplug(1)
 
-Processes share the file system and the cores. Needs root and iproute2; `unavailable_reason` says what is missing.
+Processes share the file system and the cores. Needs root and iproute2; `unavailable_reason` returns what is missing.
 """
 import os
 import socket
@@ -21,7 +21,7 @@ def limit(megabits):
 
 
 def unavailable_reason():
-    """Why this machine can have no such nodes; empty where it can."""
+    """Returns why nodes cannot be simulated here, or an empty string."""
     name = f"mezzo{os.getpid()}"
     try:
         run("ip", "netns", "add", name)
@@ -38,7 +38,7 @@ def unavailable_reason():
 
 
 class Rank:
-    """A process, and what it has printed so far."""
+    """A process and its output."""
 
     def __init__(self, command, variables):
         self.lines = []
@@ -55,7 +55,7 @@ class Rank:
                 self._came.notify_all()
 
     def wait_for(self, begin, seconds):
-        """Returns the first line that begins so."""
+        """Returns the first line that begins with a prefix."""
         found = lambda: next((line for line in self.lines if line.startswith(begin)), None)
         with self._came:
             if not self._came.wait_for(lambda: found() is not None, seconds):
@@ -79,7 +79,7 @@ class Rank:
 
 
 class Nodes:
-    """`megabits`: of each cable and direction, in 10^6 bits a second; None: as fast as it goes."""
+    """`megabits`: bandwidth of each link and direction in 10^6 bits per second; None: unlimited."""
 
     def __init__(self, count, megabits=None):
         self._names = [f"mezzo{os.getpid()}h{host}" for host in range(count)]
@@ -122,7 +122,7 @@ class Nodes:
         return f"10.77.0.{host + 1}"
 
     def start(self, command, ranks_a_host):
-        """Starts the processes of a job, with the variables that torchrun gives its own."""
+        """Starts the processes of a run, with the environment variables of torchrun."""
         ranks = []
         with socket.socket() as free:
             free.bind(("", 0))
@@ -137,5 +137,5 @@ class Nodes:
         return ranks
 
     def unplug(self, host):
-        """Takes the cable out of the switch: other nodes' links stay up, and what they send is lost."""
+        """Disconnects a node from the switch: the links of other nodes stay up, and their packets are lost."""
         run("ip", "-n", self._switch, "link", "set", f"port{host}", "down")

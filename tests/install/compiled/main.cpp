@@ -1,4 +1,4 @@
-// A user's program of two units that train with the same optimizer.
+// Trains in two translation units with the same optimizer.
 #include <mezzo/optim/adamw.h>
 #include <mezzo/scaling/grad_scaler.h>
 
@@ -8,14 +8,16 @@
 #include "step.h"
 
 int main() {
-  const at::Tensor here = at::ones({37}).requires_grad_();
-  const at::Tensor there = at::ones({37}).requires_grad_();
-  there.mutable_grad() = at::ones({37});
-  step(there);
+  const at::Tensor scaler_parameter = at::ones({37}).requires_grad_();
+  const at::Tensor parameter = at::ones({37}).requires_grad_();
+  parameter.mutable_grad() = at::ones({37});
+  step(parameter);
 
   mezzo::GradScaler scaler;
-  mezzo::optim::AdamW optimizer(std::vector<at::Tensor>{here}, 0.1);
-  scaler.scale(here.sum()).backward();
+  mezzo::optim::AdamW optimizer(std::vector<at::Tensor>{scaler_parameter}, 0.1);
+  scaler.scale(scaler_parameter.sum()).backward();
   scaler.step(optimizer);
-  return at::allclose(here, there) && here.min().item<float>() < 1.0F ? 0 : 1;
+  return at::allclose(scaler_parameter, parameter) && scaler_parameter.min().item<float>() < 1.0F
+             ? 0
+             : 1;
 }

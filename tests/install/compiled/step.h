@@ -2,5 +2,5 @@
 
 #include <ATen/core/Tensor.h>
 
-/// A step of mezzo's AdamW on one parameter, at a rate of 0.1.
+/// One step of mezzo's AdamW on `parameter`, with a learning rate of 0.1.
 void step(const at::Tensor& parameter);

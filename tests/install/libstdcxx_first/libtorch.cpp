@@ -1,4 +1,4 @@
-// Stands in for a libtorch.so that exports std::filesystem::remove_all.
+// A fake libtorch.so that exports std::filesystem::remove_all.
 
 #include <cstdint>
 #include <filesystem>
@@ -7,4 +7,4 @@ namespace std::filesystem {
 std::uintmax_t remove_all(const path&) { return 12345; }
 }  // namespace std::filesystem
 
-int stand_in() { return 0; }
+int fake_libtorch() { return 0; }

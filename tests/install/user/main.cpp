@@ -1,6 +1,5 @@
-// A user's program, compiled against mezzo in each of the ways that its CMake package offers. It
-// runs a step of mezzo and an op of libtorch, so that a library that is linked but does not load,
-// or has no operators, is noticed.
+// Runs a function of mezzo and an op of libtorch, which fails if a linked library does not load or
+// registers no operators.
 #include <mezzo/base/grad_scaler_options.h>
 #include <mezzo/base/version.h>
 

@@ -1,4 +1,4 @@
-// A user's program, one process of it: MPI makes a world of one rank for whoever starts alone.
+// Without mpirun, MPI starts a world of one rank.
 #include <mezzo/distributed/mpi_backend.h>
 
 #include <ATen/ops/ones.h>

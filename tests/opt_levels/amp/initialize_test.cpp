@@ -415,12 +415,12 @@ TEST(AmpInitialize, ThrowsWithoutChangingAnything) {
       [&] {
         mezzo::initialize({net, net}, optimizer, level, kQuiet);
       },
-      "is model 0 again; give each model once");
+      "is the same module as model 0; pass each model once");
   expect_error(
       [&] {
         mezzo::initialize(net, {optimizer, optimizer}, level, kQuiet);
       },
-      "optimizer 1 is optimizer 0 again");
+      "optimizer 1 is the same object as optimizer 0");
   expect_error([&] { mezzo::initialize(Net(nullptr), optimizer, level, kQuiet); },
                "model 0 is empty; construct");
   expect_error([&] { mezzo::initialize(net, lbfgs, level, kQuiet); }, "LBFGS");
@@ -434,9 +434,9 @@ TEST(AmpInitialize, ThrowsWithoutChangingAnything) {
   };
   const auto tied = std::make_shared<Tied>();
   torch::optim::SGD tied_optimizer(tied->parameters(), 0.1);  // libtorch lists a tied weight twice
-  expect_error(
-      [&] { mezzo::initialize(tied, tied_optimizer, level, kQuiet); },
-      "is given twice, as model->parameters() gives a weight that two modules share; give it once");
+  expect_error([&] { mezzo::initialize(tied, tied_optimizer, level, kQuiet); },
+               "appears twice, as a weight that two modules share does in model->parameters(); "
+               "pass it once");
   EXPECT_EQ(tied->net->weight.scalar_type(), torch::kFloat);
 
   other->head->to(torch::kHalf);
@@ -461,7 +461,7 @@ TEST(AmpInitialize, ThrowsWithoutChangingAnything) {
   expect_error([&] { mezzo::initialize(std::make_shared<HalfBuffer>(), level, kQuiet); },
                "Found buffer table of ");
   expect_error([&] { mezzo::initialize(std::vector<Net>{}, level, kQuiet); },
-               "models: none was given");
+               "models: the list is empty");
   const std::vector<torch::optim::Optimizer*> pointers{&optimizer, nullptr};
   expect_error([&] { mezzo::initialize(net, pointers, level, kQuiet); },
                "optimizer 1 is a null pointer");

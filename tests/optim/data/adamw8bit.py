@@ -3,7 +3,7 @@
     pip install bitsandbytes==0.50.2 torch==2.11.0
     python adamw8bit.py
 
-The steps are those of AdamW8bit.AThousandStepsEndAsNearToFloatAsBitsandbytes, which makes the same numbers.
+The steps are those of AdamW8bit.MatchesBitsandbytesErrorAfter1000Steps, which makes the same numbers.
 """
 
 import bitsandbytes

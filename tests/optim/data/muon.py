@@ -44,5 +44,7 @@ for _ in range(count):
     cases.append({"weights": weights, "gradients": gradients, "expected": parameters, **options})
 torch.save(cases, file)
 if len(sys.argv) > 3:
-    sys.exit(subprocess.run([sys.argv[3], "--gtest_filter=Muon.TrainsAsPythons"],
-                            env={**os.environ, "MEZZO_MUON_CASES": str(file)}, check=False).returncode)
+    test = subprocess.run([sys.argv[3], "--gtest_filter=Muon*"], capture_output=True, text=True, check=False,
+                          env={**os.environ, "MEZZO_MUON_CASES": str(file)})
+    print(test.stdout + test.stderr)
+    sys.exit(test.returncode or "Running 0 tests" in test.stdout)

@@ -1,7 +1,6 @@
 /// \file
-/// libtorch's autocast state, declared here as ATen/autocast_mode.h declares it: including that
-/// header brings in every operator and costs ten seconds a unit. A test compiles both side by side,
-/// so a change of signature in a later libtorch is a compile error and not a surprise.
+/// Declarations of ATen/autocast_mode.h, which includes every operator and adds ten seconds to a
+/// translation unit. A test compiles both, so that a changed signature is a compile error.
 #pragma once
 
 #include <mezzo/base/version.h>
@@ -24,7 +23,7 @@ TORCH_API void set_autocast_cache_enabled(bool enabled);
 TORCH_API int increment_nesting();
 TORCH_API int decrement_nesting();
 TORCH_API void clear_cache();
-// Goes through the cache of weight casts.
+// Uses the cache of weight casts.
 TORCH_API Tensor cached_cast(c10::ScalarType to_type, const Tensor& arg,
                              c10::DeviceType device_type);
 
@@ -33,15 +32,14 @@ TORCH_API Tensor cached_cast(c10::ScalarType to_type, const Tensor& arg,
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// Switches autocast off for every device type in this thread while it exists, by excluding the
-/// dispatch keys.
+/// Disables autocast for all device types in this thread by excluding the dispatch keys.
 struct AutocastDisabledGuard {
-  c10::impl::ExcludeDispatchKeyGuard excluded{c10::autocast_dispatch_keyset};
+  c10::impl::ExcludeDispatchKeyGuard guard{c10::autocast_dispatch_keyset};
 };
 
-/// Drops libtorch's 16-bit casts of weights, which autocast otherwise uses until this process's
-/// outermost region ends. mezzo calls it after it has written weights (steps, averages, loads,
-/// broadcasts): the next use casts them again, in all threads.
+/// Clears autocast's cache of weight casts, in all threads. Called after weights are modified (by
+/// steps, averages, loads, broadcasts), since the cache otherwise lasts until the outermost region
+/// of the process ends.
 inline void clear_autocast_cache() { at::autocast::clear_cache(); }
 
 }  // namespace detail

@@ -12,7 +12,7 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// [k][byte] is the CRC of `byte` followed by k zero bytes.
+/// Slicing-by-8 tables: [k][byte] is the CRC of `byte` followed by k zero bytes.
 inline constexpr auto kCrc32cTables = [] {
   std::array<std::array<std::uint32_t, 256>, 8> tables{};
   for (std::uint32_t byte = 0; byte < 256; ++byte) {
@@ -22,15 +22,14 @@ inline constexpr auto kCrc32cTables = [] {
   }
   for (std::size_t k = 1; k < tables.size(); ++k) {
     for (std::size_t byte = 0; byte < 256; ++byte) {
-      const std::uint32_t before = tables[k - 1][byte];
-      tables[k][byte] = (before >> 8) ^ tables[0][before & 0xFF];
+      const std::uint32_t previous = tables[k - 1][byte];
+      tables[k][byte] = (previous >> 8) ^ tables[0][previous & 0xFF];
     }
   }
   return tables;
 }();
 
-/// Returns the CRC-32C (Castagnoli) of `data` appended to bytes whose CRC is `crc`. Reads eight
-/// bytes at a time.
+/// Returns the CRC-32C (Castagnoli) of `data` appended to bytes whose CRC is `crc`.
 inline std::uint32_t crc32c(const void* data, std::size_t size, std::uint32_t crc = 0) {
   const auto* bytes = static_cast<const unsigned char*>(data);
   const auto& tables = kCrc32cTables;
@@ -44,7 +43,7 @@ inline std::uint32_t crc32c(const void* data, std::size_t size, std::uint32_t cr
   return ~crc;
 }
 
-/// Returns `crc` as eight hexadecimal digits.
+/// Formats `crc` as eight hexadecimal digits.
 inline std::string crc_to_hex(std::uint32_t crc) {
   std::string text;
   for (int shift = 28; shift >= 0; shift -= 4) text += "0123456789abcdef"[(crc >> shift) & 15];

@@ -1,5 +1,5 @@
 /// \file
-/// The descriptions of tensors and parameters in all messages.
+/// Descriptions of tensors and parameters in error messages.
 #pragma once
 
 #include <mezzo/base/detail/dtype_names.h>
@@ -14,8 +14,7 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// Returns a text such as "float32 [64, 3, 7, 7] on cuda:0". A layout other than dense precedes the
-/// dtype.
+/// Returns "float32 [64, 3, 7, 7] on cuda:0", after the layout if it is not strided.
 inline std::string describe(const at::Tensor& tensor) {
   if (!tensor.defined()) return "undefined";
   std::string layout;
@@ -24,10 +23,9 @@ inline std::string describe(const at::Tensor& tensor) {
                   tensor.device());
 }
 
-/// Returns a text such as "parameter 3 (float32 [10] on cpu)". `number` is the parameter's index in
-/// `model->parameters()`.
-inline std::string describe_param(std::size_t number, const at::Tensor& parameter) {
-  return c10::str("parameter ", number, " (", describe(parameter), ")");
+/// Returns "parameter 3 (float32 [10] on cpu)". `param_index` is the index in `parameters()`.
+inline std::string describe_param(std::size_t param_index, const at::Tensor& parameter) {
+  return c10::str("parameter ", param_index, " (", describe(parameter), ")");
 }
 
 }  // namespace detail

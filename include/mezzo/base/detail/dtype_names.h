@@ -1,5 +1,5 @@
 /// \file
-/// The floating dtypes of training, and their names.
+/// Names of the dtypes for training.
 #pragma once
 
 #include <mezzo/base/version.h>
@@ -18,7 +18,7 @@ struct DtypeName {
   at::ScalarType dtype;
 };
 
-/// The first name of each dtype is printed.
+/// `dtype_name` returns the first name of a dtype.
 inline constexpr std::array<DtypeName, 12> kDtypeNames = {{{"float32", at::ScalarType::Float},
                                                            {"f32", at::ScalarType::Float},
                                                            {"float", at::ScalarType::Float},
@@ -35,8 +35,8 @@ inline constexpr std::array<DtypeName, 12> kDtypeNames = {{{"float32", at::Scala
 inline constexpr const char* kKnownDtypes =
     "float32 (f32, float, full), bfloat16 (bf16), float16 (f16, half) and float64 (f64, double)";
 
-/// Returns the dtype's name in Python without "torch.", such as "float32"; libtorch's C++ name for
-/// a dtype that is not in the table.
+/// Returns the Python name without "torch.", such as "float32"; the C++ name for a dtype that is
+/// not in the table.
 inline std::string_view dtype_name(at::ScalarType dtype) {
   for (const auto& known : kDtypeNames) {
     if (known.dtype == dtype) return known.name;

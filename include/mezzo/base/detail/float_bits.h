@@ -7,11 +7,11 @@
 #include <cstdint>
 #include <cstring>
 
-// Tests of floats by their bits. Under -ffast-math a compiler folds `x != x` and std::isfinite(x)
-// to constants. g++ does not fold the integer tests; Clang does, as it tracks bits that come from a
-// float.
+// Tests for inf and NaN that read the bits, since -ffast-math folds `x != x` and std::isfinite(x)
+// to constants. g++ does not fold the integer tests; Clang does, since it tracks the origin of
+// bits.
 #if defined(__clang__) && __FINITE_MATH_ONLY__
-#error "mezzo finds no inf under Clang's -ffast-math; add -fno-finite-math-only after it"
+#error "mezzo cannot detect inf with Clang's -ffast-math; add -fno-finite-math-only after it"
 #endif
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
@@ -35,7 +35,8 @@ inline bool is_nan(double value) {
   return (bits & 0x7FFFFFFFFFFFFFFFU) > 0x7FF0000000000000U;
 }
 
-/// Comparisons that are false for NaN. Under -ffast-math `value >= low` may become !(value < low).
+/// Comparisons that are false for NaN, also under -ffast-math, which may compile `value >= low` to
+/// !(value < low).
 inline bool is_at_least(double value, double low) { return !is_nan(value) && value >= low; }
 inline bool is_above(double value, double low) { return !is_nan(value) && value > low; }
 

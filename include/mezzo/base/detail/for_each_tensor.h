@@ -1,6 +1,6 @@
 /// \file
-/// Visits the tensors inside a value: in optionals, pairs, tuples, arrays, vectors and maps, nested
-/// to any depth, in an IValue, and in a struct that lists its tensors:
+/// Visits the tensors in a value: in optionals, pairs, tuples, arrays, vectors and maps, nested to
+/// any depth, in an IValue, and in a struct with a member `tensors()`:
 ///
 ///     struct Output {
 ///       torch::Tensor logits, loss;
@@ -38,7 +38,7 @@ concept TupleLike = requires {
   std::tuple_size<T>::value;
 };
 
-/// A range whose elements have another type than the range itself (excludes std::filesystem::path).
+/// A range whose element type differs from the range, which excludes std::filesystem::path.
 template <class T>
 concept Collection = std::ranges::input_range<T> &&
     !std::same_as<std::remove_cvref_t<std::ranges::range_reference_t<T>>, T>;
@@ -56,7 +56,7 @@ consteval bool any_element_contains_tensors(std::index_sequence<I...>) {
   return (contains_tensors<std::tuple_element_t<I, T>>() || ...);
 }
 
-/// Whether a value of type `T` can hold tensors that for_each_tensor reaches.
+/// Returns whether for_each_tensor visits tensors in a `T`.
 template <class T>
 consteval bool contains_tensors() {
   using Value = std::remove_cvref_t<T>;
@@ -75,8 +75,8 @@ consteval bool contains_tensors() {
   }
 }
 
-/// Returns a copy of an IValue with each tensor replaced by `map(tensor)`, in tuples, lists and
-/// dictionaries too.
+/// Returns a copy of an IValue with each tensor, also in tuples, lists and dictionaries, replaced
+/// by `map(tensor)`.
 template <class Map>
 c10::IValue map_ivalue(const c10::IValue& value, const Map& map) {
   if (value.isTensor()) {
@@ -106,7 +106,7 @@ c10::IValue map_ivalue(const c10::IValue& value, const Map& map) {
   return value;
 }
 
-/// Calls `visit(tensor)` for every tensor in `value`, undefined ones too, in order.
+/// Calls `visit(tensor)` for every tensor in `value` in order, including undefined ones.
 template <class T, class Visit>
 void for_each_tensor(T& value, const Visit& visit) {
   using Value = std::remove_cv_t<T>;
@@ -121,9 +121,9 @@ void for_each_tensor(T& value, const Visit& visit) {
     });
     if constexpr (!std::is_const_v<T>) value = std::move(mapped);
   } else if constexpr (HasTensorsMethod<T>) {
-    auto&& listed = value.tensors();
-    for_each_tensor(listed, visit);
-  } else if constexpr (HasTensorsMethod<Value>) {  // a const value, whose tensors() is not
+    auto&& tensors = value.tensors();
+    for_each_tensor(tensors, visit);
+  } else if constexpr (HasTensorsMethod<Value>) {  // const value, non-const tensors()
     Value copy = value;
     for_each_tensor(copy, [&visit](const at::Tensor& tensor) { visit(tensor); });
   } else if constexpr (kIsOptional<Value>) {
@@ -135,7 +135,7 @@ void for_each_tensor(T& value, const Visit& visit) {
   }
 }
 
-/// The owning type for a `T`: a vector for a `TensorList` or a span, otherwise `T` itself.
+/// The owning type of a `T`: a vector for a `TensorList` or a span, otherwise `T`.
 template <class T>
 struct Owning {
   using Type = T;
@@ -151,7 +151,7 @@ struct Owning<std::span<T, Size>> {
 template <class T>
 using OwningType = typename Owning<std::decay_t<T>>::Type;
 
-/// Returns an owning copy of `value`; an rvalue is moved from.
+/// Returns an owning copy of `value`; moves from an rvalue.
 template <class T>
 OwningType<T> to_owning(T&& value) {
   if constexpr (std::same_as<OwningType<T>, std::decay_t<T>>) {
@@ -161,8 +161,8 @@ OwningType<T> to_owning(T&& value) {
   }
 }
 
-/// Returns an owning copy of `value` (an rvalue is moved from) with each tensor replaced by
-/// `map(tensor)`. If its type cannot hold tensors, returns `value` itself, as a reference.
+/// Returns an owning copy of `value` (moves from an rvalue) with each tensor replaced by
+/// `map(tensor)`, or a reference to `value` if its type contains no tensors.
 template <class T, class Map>
 decltype(auto) map_tensors(T&& value, const Map& map) {
   if constexpr (contains_tensors<T>()) {

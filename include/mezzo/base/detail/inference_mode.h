@@ -6,25 +6,25 @@
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 
-// Tensors created under InferenceMode are inference tensors: ATen refuses to write to them outside
-// of that mode, and they have no version. A step, even the first of many, may run under this mode.
+// Tensors created under InferenceMode are inference tensors: ATen throws for writes to them outside
+// the mode, and they have no version. Any step of a training may run under InferenceMode.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// Disables graph recording for a scope, and makes new tensors ordinary ones in any mode. With
-/// `true`, new tensors are inference tensors, and existing inference tensors can be written.
+/// Disables grad mode, and InferenceMode, so that new tensors are normal tensors. With
+/// `inference_tensors`, enables InferenceMode, in which inference tensors can be modified.
 class NoGradInferenceGuard {
  public:
   explicit NoGradInferenceGuard(bool inference_tensors = false) : inference_(inference_tensors) {}
 
  private:
-  c10::InferenceMode inference_;  // first, since InferenceMode(false) enables graphs
+  c10::InferenceMode inference_;  // first, since InferenceMode(false) enables grad mode
   c10::NoGradGuard no_grad_;
 };
 
 inline void zero_grad_(const at::Tensor& gradient) {
-  if (gradient._is_zerotensor()) return;  // a zero tensor has no memory and refuses writes
-  const NoGradInferenceGuard no_graph(gradient.is_inference());
+  if (gradient._is_zerotensor()) return;  // a ZeroTensor has no storage to write
+  const NoGradInferenceGuard no_grad(gradient.is_inference());
   gradient.zero_();
 }
 

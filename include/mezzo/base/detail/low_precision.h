@@ -8,7 +8,7 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// The 16-bit floating dtypes, which are trained with masters in float and accumulated in float.
+/// Returns whether `dtype` is float16 or bfloat16.
 inline bool is_low_precision(at::ScalarType dtype) {
   return dtype == at::kHalf || dtype == at::kBFloat16;
 }
@@ -16,7 +16,7 @@ inline bool is_low_precision(const at::Tensor& tensor) {
   return is_low_precision(tensor.scalar_type());
 }
 
-/// The dtype of a weight's master: double for double, otherwise float.
+/// Returns the dtype of a weight's master and of sums: float64 for float64, otherwise float32.
 inline at::ScalarType accum_dtype(const at::Tensor& weight) {
   return weight.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }

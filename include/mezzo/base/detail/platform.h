@@ -22,11 +22,10 @@
 #include <mach/mach.h>
 #endif
 
-// What is the system's: loaded libraries and their functions, and this process. On Linux, macOS and
-// Windows.
+// Shared libraries, and properties of this process, on Linux, macOS and Windows.
 
 /// \def MEZZO_HIDDEN
-/// Marks what each library has of its own. Windows exports nothing that is not marked.
+/// Hides a symbol from other shared libraries. Windows hides symbols by default.
 #if defined(__GNUC__)
 #define MEZZO_HIDDEN __attribute__((visibility("hidden")))
 #else
@@ -36,8 +35,8 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// Returns a function of a library, which stays loaded for the life of the process; null if there
-/// is no such library, or it lacks the function.
+/// Returns a function of a library, which is never unloaded; null if the library or the function
+/// does not exist.
 template <class Function>
 Function* load_symbol(const char* library, const char* name) {
   try {
@@ -52,7 +51,7 @@ Function* load_symbol(const char* library, const char* name) {
 
 inline constexpr const char* kCudaDriver = "nvcuda.dll";
 
-/// Keeps the library that holds `address` loaded after its last unload.
+/// Prevents unloading of the library that contains `address`.
 inline void pin_library(const void* address) {
   HMODULE library = nullptr;
   GetModuleHandleExA(GET_MODULE_HANDLE_EX_FLAG_FROM_ADDRESS | GET_MODULE_HANDLE_EX_FLAG_PIN,
@@ -67,7 +66,7 @@ inline std::tm to_utc(std::time_t time) noexcept {
   return utc;
 }
 
-/// Returns the bytes of memory that the process holds; none where the system does not say.
+/// Returns the resident set size of this process in bytes; none if the system does not report it.
 inline std::optional<double> resident_memory_bytes() noexcept {
   PROCESS_MEMORY_COUNTERS counters{};
   if (!K32GetProcessMemoryInfo(GetCurrentProcess(), &counters, sizeof(counters))) return {};
@@ -78,8 +77,7 @@ inline std::optional<double> resident_memory_bytes() noexcept {
 
 inline constexpr const char* kCudaDriver = "libcuda.so.1";
 
-/// Keeps the library that holds `address` loaded after its last dlclose. The program itself cannot
-/// be closed.
+/// Prevents unloading of the library that contains `address`. The executable is never unloaded.
 inline void pin_library(const void* address) {
   Dl_info library;
   if (dladdr(address, &library) != 0) {
@@ -95,7 +93,7 @@ inline std::tm to_utc(std::time_t time) noexcept {
   return utc;
 }
 
-/// Returns the bytes of memory that the process holds; none where the system does not say.
+/// Returns the resident set size of this process in bytes; none if the system does not report it.
 inline std::optional<double> resident_memory_bytes() noexcept {
 #if defined(__APPLE__)
   mach_task_basic_info_data_t info{};
@@ -108,12 +106,12 @@ inline std::optional<double> resident_memory_bytes() noexcept {
 #else
   std::FILE* const file = std::fopen("/proc/self/statm", "r");
   if (file == nullptr) return {};
-  long all = 0;
-  long resident = 0;
-  const bool is_read = std::fscanf(file, "%ld %ld", &all, &resident) == 2;
+  long total_pages = 0;
+  long resident_pages = 0;
+  const bool is_read = std::fscanf(file, "%ld %ld", &total_pages, &resident_pages) == 2;
   std::fclose(file);
   if (!is_read) return {};
-  return static_cast<double>(resident) * static_cast<double>(::sysconf(_SC_PAGESIZE));
+  return static_cast<double>(resident_pages) * static_cast<double>(::sysconf(_SC_PAGESIZE));
 #endif
 }
 

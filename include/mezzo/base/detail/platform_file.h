@@ -23,17 +23,17 @@
 #include <unistd.h>
 #endif
 
-// Files as the system has them: on Linux, macOS and Windows. What fails, says why in errno.
+// File system calls on Linux, macOS and Windows. Failures set errno.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 inline std::string errno_message(int error) { return std::generic_category().message(error); }
 
-/// What a file is open_descriptor for. read: without waiting for whoever writes to a pipe. create:
-/// a file that is not path_stat yet. lock: to read and write, created if it is not path_stat.
+/// read: does not block on a pipe without a writer. create: fails if the file exists. lock: opens
+/// for reading and writing, and creates the file if it does not exist.
 enum class OpenMode { read, write, create, lock };
 
-/// Owns a file descriptor, and closes it in the destructor. A program that is started has it not.
+/// An owning file descriptor, which child programs do not inherit.
 class FileDescriptor {
  public:
   FileDescriptor() = default;
@@ -52,23 +52,24 @@ class FileDescriptor {
   bool is_open() const noexcept { return descriptor_ >= 0; }
   int descriptor() const noexcept { return descriptor_; }
 
-  /// \returns how many bytes were written, or read from `offset` on; -1 for an error
+  /// Writes up to `count` bytes. \returns the number written, or -1
   std::ptrdiff_t write(const void* from, std::size_t count) const noexcept;
+  /// Reads up to `count` bytes from `offset`. \returns the number read, or -1
   std::ptrdiff_t read(void* to, std::size_t count, std::uint64_t offset) const noexcept;
-  /// Brings the file to the disk. \returns 0 or the system's error
+  /// Flushes the file to the disk. \returns 0 or errno
   int fsync() const noexcept;
-  /// \returns 0 or the system's error; the file is closed in any case
+  /// Closes the file, also if it fails. \returns 0 or errno
   int close() noexcept;
-  /// Locks the file, for as long as this process or a child that it forked has it open.
-  /// \returns 0, EWOULDBLOCK if somebody else has the lock, or another error of the system
+  /// Locks the file until this process and its forked children have closed it.
+  /// \returns 0, EWOULDBLOCK if the file is locked, or another errno
   int lock() const noexcept;
-  /// Locks the file for this process, whose forked children do not have the lock. Closing another
-  /// descriptor of the file ends it. \returns as lock()
+  /// Locks the file for this process without its forked children. Closing any descriptor of the
+  /// file releases the lock. \returns as lock()
   int lock_for_process() const noexcept;
-  /// Returns the process that has the lock of lock_for_process(); 0 if it is this one, none, or not
-  /// known.
+  /// Returns the id of the process with the lock of lock_for_process(); 0 if it is this process,
+  /// none or unknown.
   std::int64_t lock_owner_pid() const noexcept;
-  /// Whether the file has this path.
+  /// Returns whether the file still exists under `path`.
   bool refers_to(const std::filesystem::path& path) const noexcept;
 
  private:
@@ -100,29 +101,28 @@ inline std::ptrdiff_t FileDescriptor::read(void* to, std::size_t count,
 }
 inline int FileDescriptor::fsync() const noexcept { return _commit(descriptor_) == 0 ? 0 : errno; }
 inline int FileDescriptor::lock() const noexcept {
-  OVERLAPPED behind{};  // the bytes themselves stay readable
-  behind.OffsetHigh = 1U << 30;
+  OVERLAPPED range{};  // beyond the data, which stays readable
+  range.OffsetHigh = 1U << 30;
   const auto file = reinterpret_cast<HANDLE>(_get_osfhandle(descriptor_));
-  if (LockFileEx(file, LOCKFILE_EXCLUSIVE_LOCK | LOCKFILE_FAIL_IMMEDIATELY, 0, 1, 0, &behind)) {
+  if (LockFileEx(file, LOCKFILE_EXCLUSIVE_LOCK | LOCKFILE_FAIL_IMMEDIATELY, 0, 1, 0, &range)) {
     return 0;
   }
   return GetLastError() == ERROR_LOCK_VIOLATION ? EWOULDBLOCK : EIO;
 }
 inline int FileDescriptor::lock_for_process() const noexcept { return lock(); }
 inline std::int64_t FileDescriptor::lock_owner_pid() const noexcept { return 0; }
-/// No file is removed or renamed path_stat while it is open.
+/// Windows cannot remove or rename an open file.
 inline bool FileDescriptor::refers_to(const std::filesystem::path&) const noexcept {
   return is_open();
 }
 
-/// The names in a folder are in the file system's journal.
+/// No-op: NTFS journals directory entries.
 inline int fsync_directory(const std::filesystem::path&) noexcept { return 0; }
-/// \returns 0 or the system's error
+/// \returns 0 or errno
 inline int remove_file(const std::filesystem::path& path) noexcept {
   return _wunlink(path.c_str()) == 0 ? 0 : errno;
 }
-/// Puts `from` in the place of `to`; an open file is closed for it. \returns 0 or the system's
-/// error
+/// Renames `from` to `to`, replacing it, after closing `open`. \returns 0 or errno
 inline int replace_file(const std::filesystem::path& from, const std::filesystem::path& to,
                         FileDescriptor& open) noexcept {
   open = FileDescriptor();
@@ -132,7 +132,7 @@ inline int replace_file(const std::filesystem::path& from, const std::filesystem
   return GetLastError() == ERROR_ACCESS_DENIED ? EACCES : EIO;
 }
 
-/// Returns a copy of the file's bytes whose pages are read when they are needed; null for an error.
+/// Maps the file copy-on-write. \returns null on error
 inline char* mmap_copy_on_write(const FileDescriptor& file, std::size_t /*size*/) noexcept {
   const auto handle = reinterpret_cast<HANDLE>(_get_osfhandle(file.descriptor()));
   const HANDLE mapping = CreateFileMappingW(handle, nullptr, PAGE_WRITECOPY, 0, 0, nullptr);
@@ -197,22 +197,22 @@ inline bool FileDescriptor::refers_to(const std::filesystem::path& path) const n
          open_stat.st_dev == path_stat.st_dev && open_stat.st_ino == path_stat.st_ino;
 }
 
-/// Brings the names in a folder to the disk. \returns 0 or the system's error
-inline int fsync_directory(const std::filesystem::path& folder) noexcept {
-  const FileDescriptor file(folder, OpenMode::read);
+/// Flushes the entries of a directory to the disk. \returns 0 or errno
+inline int fsync_directory(const std::filesystem::path& directory) noexcept {
+  const FileDescriptor file(directory, OpenMode::read);
   return file.is_open() ? file.fsync() : errno;
 }
-/// \returns 0 or the system's error
+/// \returns 0 or errno
 inline int remove_file(const std::filesystem::path& path) noexcept {
   return ::unlink(path.c_str()) == 0 ? 0 : errno;
 }
-/// Puts `from` in the place of `to`. \returns 0 or the system's error
+/// Renames `from` to `to`, replacing it. \returns 0 or errno
 inline int replace_file(const std::filesystem::path& from, const std::filesystem::path& to,
                         FileDescriptor& /*open*/) noexcept {
   return ::rename(from.c_str(), to.c_str()) == 0 ? 0 : errno;
 }
 
-/// Returns a copy of the file's bytes whose pages are read when they are needed; null for an error.
+/// Maps the file copy-on-write. \returns null on error
 inline char* mmap_copy_on_write(const FileDescriptor& file, std::size_t size) noexcept {
   void* const memory = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE,
                               file.descriptor(), 0);

@@ -1,7 +1,5 @@
 /// \file
-/// Reads private data members of libtorch that have no public accessor: RecordFunction's inputs
-/// (op_arguments.h), the module in an InputArchive and in an OutputArchive (archive_value.h), and
-/// the hash table of a GenericDict (pickle_reader.h).
+/// Access to private data members of libtorch without a public accessor.
 #pragma once
 
 #include <mezzo/base/version.h>
@@ -9,14 +7,14 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// An explicit instantiation may name a private member. It defines the function that returns the
-/// pointer to the member:
+/// Defines a function that returns a pointer to a private member. An explicit instantiation may
+/// name private members:
 ///
 ///     struct SizeMember {
 ///       friend constexpr auto private_member(SizeMember);
 ///     };
-///     template struct PrivateMember<SizeMember, &Theirs::size_>;
-///     ... theirs.*private_member(SizeMember()) ...
+///     template struct PrivateMember<SizeMember, &Class::size_>;
+///     ... object.*private_member(SizeMember()) ...
 template <class Tag, auto Member>
 struct PrivateMember {
   friend constexpr auto private_member(Tag) { return Member; }

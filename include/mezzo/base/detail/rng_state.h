@@ -16,26 +16,27 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 enum class CudaDevices {
-  initialized,  ///< the devices that this process has begun to use
-  all,          ///< all devices; initialises CUDA if there is one
+  initialized,  ///< the devices that this process uses
+  all,          ///< all devices; initializes CUDA
 };
 
-/// The default generators of the CPU and of CUDA devices.
-inline std::vector<at::Generator> default_generators(CudaDevices which) {
+/// Returns the default generators of the CPU and of CUDA devices.
+inline std::vector<at::Generator> default_generators(CudaDevices cuda_devices) {
   std::vector<at::Generator> generators{at::globalContext().defaultGenerator(at::kCPU)};
   if (!at::hasCUDA()) return generators;
   const auto& cuda = at::detail::getCUDAHooks();
-  const c10::DeviceIndex devices = cuda.deviceCount();
-  if (which == CudaDevices::all && devices > 0) at::globalContext().lazyInitDevice(at::kCUDA);
-  for (c10::DeviceIndex i = 0; i < devices; ++i) {
-    if (which == CudaDevices::initialized && !cuda.hasPrimaryContext(i)) continue;
+  const c10::DeviceIndex device_count = cuda.deviceCount();
+  if (cuda_devices == CudaDevices::all && device_count > 0)
+    at::globalContext().lazyInitDevice(at::kCUDA);
+  for (c10::DeviceIndex i = 0; i < device_count; ++i) {
+    if (cuda_devices == CudaDevices::initialized && !cuda.hasPrimaryContext(i)) continue;
     generators.push_back(at::globalContext().defaultGenerator(c10::Device(at::kCUDA, i)));
   }
   return generators;
 }
 
-/// Returns the generator's state. No device work and no sync: a CUDA generator's state is a seed
-/// and an offset on the host.
+/// Returns the generator's state. No host sync: a CUDA generator's state is a seed and an offset on
+/// the host.
 inline at::Tensor get_rng_state(at::Generator generator) {
   const std::scoped_lock lock(generator.mutex());
   return generator.get_state();
@@ -46,7 +47,7 @@ inline void set_rng_state(at::Generator generator, const at::Tensor& state) {
   generator.set_state(state);
 }
 
-/// The state of random generators as a value; by default, of libtorch's default ones in use.
+/// The state of random generators; by default of the default generators in use.
 class RngState {
  public:
   explicit RngState(
@@ -66,10 +67,11 @@ class RngState {
   std::vector<std::pair<at::Generator, at::Tensor>> states_;
 };
 
+/// Restores `state` for a scope, and the previous states at its end.
 class RngStateGuard {
  public:
   explicit RngStateGuard(const RngState& state) : prev_(state) {
-    for (auto& [generator, found] : prev_.states_) found = get_rng_state(generator);
+    for (auto& [generator, prev] : prev_.states_) prev = get_rng_state(generator);
     state.restore();
   }
   ~RngStateGuard() { prev_.restore(); }

@@ -11,9 +11,8 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// A value for each device and dtype, in the order in which they first occur: tensors that ATen's
-/// foreach ops take together, or one flat buffer holds. The order is the
-/// same on all ranks, whatever their device indices.
+/// A value for each device and dtype, in the order of first occurrence, which is the same on all
+/// ranks: for example the tensors of one foreach op, or of one flat buffer.
 template <class Value = std::vector<at::Tensor>>
 class TensorGroups {
  public:
@@ -23,7 +22,7 @@ class TensorGroups {
     Value value{};
   };
 
-  /// Returns the value of a device and dtype, made if there is none.
+  /// Returns the value of a device and dtype; creates it if there is none.
   Value& get(at::Device device, at::ScalarType dtype) {
     for (Group& group : groups_) {
       if (group.device == device && group.dtype == dtype) return group.value;
@@ -39,7 +38,7 @@ class TensorGroups {
   std::vector<Group> groups_;
 };
 
-/// Returns the tensors of each device and dtype, in their order.
+/// Groups tensors by device and dtype.
 inline TensorGroups<> group_tensors(at::TensorList tensors) {
   TensorGroups<> groups;
   for (const at::Tensor& tensor : tensors) groups.get(tensor).push_back(tensor);

@@ -2,7 +2,7 @@
 
 #include <mezzo/base/detail/crc32c.h>
 #include <mezzo/base/version.h>
-#include <mezzo/checkpoint/detail/checkpoint_directory.h>
+#include <mezzo/checkpoint/detail/atomic_file.h>
 #include <mezzo/checkpoint/detail/pickle_reader.h>
 #include <mezzo/checkpoint/detail/stateful.h>
 #include <mezzo/checkpoint/detail/zip_directory.h>
@@ -30,18 +30,17 @@
 #include <utility>
 #include <vector>
 
-// A checkpoint is a file of Python's torch.save:
+// A checkpoint is a zip archive as Python's torch.save writes it. Its pickle is the dict
 //
 //   {"model": {"0.weight": tensor, ...}, "epoch": 7, ...,
 //    "mezzo": {"format": 2, "step": 3400, "ranks": {"position": [3, 5]}}}
 //
-// "ranks" has the values of all ranks of objects that differ between ranks; outside of it is rank
-// 0's.
+// "ranks" has the values of all ranks for per-rank objects; the top level has rank 0's.
 //
-// The zip's comment ends with the CRC-32C of all bytes before those digits. libtorch's reader does
-// not check the CRC-32 that a zip has for each of its files, and those do not cover the bytes
-// between the files. The CRC protects against damage, not against forgery. Nothing in the file is
-// used before the CRC has been checked. A file that Python wrote has no comment and no CRC.
+// The zip comment ends with the CRC-32C of all bytes before its digits, which is verified before
+// anything else is read. (libtorch's reader does not verify the CRC-32 of zip entries, which does
+// not cover the bytes between them either.) It detects corruption, not tampering. Files that Python
+// wrote have no comment.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
@@ -51,42 +50,41 @@ inline constexpr std::string_view kCommentEnd = ", CRC-32C of all before: ";
 inline constexpr std::size_t kCrcDigits = 8;
 inline constexpr const char* kMezzoKey = "mezzo";
 
-/// Thrown for a file from which no checkpoint can be read. `what()` is the rest of a sentence that
-/// begins with the file's name.
+/// Thrown for a file that is corrupt, cannot be opened or is not a checkpoint. `what()` continues a
+/// sentence that begins with the path.
 class InvalidCheckpointError : public std::runtime_error {
  public:
-  InvalidCheckpointError(const std::string& words, const char* advice)
-      : std::runtime_error(words), advice_(advice) {}
-  /// Returns what to do about a file that was named.
+  InvalidCheckpointError(const std::string& message, const char* advice)
+      : std::runtime_error(message), advice_(advice) {}
+  /// Returns what to do if the user passed the path.
   const char* advice() const noexcept { return advice_; }
 
  private:
   const char* advice_;
 };
 
-[[noreturn]] inline void throw_corrupt(const std::string& why) {
-  throw InvalidCheckpointError("is corrupt (" + why + ")", "load the checkpoint before it");
+[[noreturn]] inline void throw_corrupt(const std::string& reason) {
+  throw InvalidCheckpointError("is corrupt (" + reason + ")", "load the previous checkpoint");
 }
-[[noreturn]] inline void throw_cannot_open(const std::string& why) {
-  throw InvalidCheckpointError("cannot be opened (" + why + ")",
-                               "name a checkpoint, or give its directory to a CheckpointManager");
+[[noreturn]] inline void throw_cannot_open(const std::string& reason) {
+  throw InvalidCheckpointError("cannot be opened (" + reason + ")",
+                               "pass the path of a checkpoint, or its directory to a "
+                               "CheckpointManager");
 }
-[[noreturn]] inline void throw_not_a_checkpoint(const std::string& why) {
-  throw InvalidCheckpointError(
-      "is not a checkpoint (" + why + ")",
-      "read a file by torch::save in C++ with torch::load(model, path), and "
-      "let Python save a state_dict()");
+[[noreturn]] inline void throw_not_a_checkpoint(const std::string& reason) {
+  throw InvalidCheckpointError("is not a checkpoint (" + reason + ")",
+                               "load a file of C++'s torch::save with torch::load(model, path), "
+                               "and save a state_dict() in Python");
 }
 
 // --- Writing -----------------------------------------------------------------------------------
 
-/// Writes a zip to `file`, whose bytes end with their CRC-32C.
+/// Writes a zip archive to `file`, with the CRC-32C of its bytes at the end.
 ///
-/// No exception may pass through libtorch's zip code: its destructor would go on writing after one,
-/// and a second exception would end the process. The error of a failed write is therefore kept,
-/// later writes are dropped, and the error is thrown after libtorch has returned.
+/// Exceptions must not propagate through libtorch's zip writer: its destructor continues to write,
+/// and a second exception would terminate. The first error is stored and rethrown afterwards.
 inline void write_zip(AtomicFile& file, const c10::IValue& root_dict) {
-  std::string pickle;  // without tags, which torch.load(weights_only=True) refuses
+  std::string pickle;  // without type tags, for which torch.load(weights_only=True) throws
   torch::jit::Pickler pickler(
       [&pickle](const char* bytes, std::size_t size) { pickle.append(bytes, size); }, nullptr,
       nullptr, nullptr, nullptr, /*tag_aggregates=*/false);
@@ -96,7 +94,7 @@ inline void write_zip(AtomicFile& file, const c10::IValue& root_dict) {
   std::exception_ptr failure;
   bool is_ending = false;
   std::string end;
-  const auto take = [&](const void* data, std::size_t size) {
+  const auto write = [&](const void* data, std::size_t size) {
     try {
       if (is_ending) {
         end.append(static_cast<const char*>(data), size);
@@ -109,16 +107,17 @@ inline void write_zip(AtomicFile& file, const c10::IValue& root_dict) {
     return size;
   };
   {
-    caffe2::serialize::PyTorchStreamWriter zip(take);
+    caffe2::serialize::PyTorchStreamWriter zip(write);
     torch::jit::writeArchiveAndTensors("data", pickle.data(), pickle.size(), pickler.tensorData(),
                                        zip);
-    is_ending = true;  // what follows is given a comment
+    is_ending = true;  // the end record, to which the comment is added
     zip.writeEndOfFile();
   }
   if (failure) std::rethrow_exception(failure);
   std::string comment;
   comment.append(kCommentBegin).append(kCheckpointFormat).append(kCommentEnd);
-  TORCH_INTERNAL_ASSERT(end.ends_with(std::string_view("\0\0", 2)), "the zip has a comment");
+  TORCH_INTERNAL_ASSERT(end.ends_with(std::string_view("\0\0", 2)),
+                        "the zip archive already has a comment");
   end[end.size() - 2] = static_cast<char>(comment.size() + kCrcDigits);
   end += comment;
   file.write(end.data(), end.size());
@@ -128,11 +127,11 @@ inline void write_zip(AtomicFile& file, const c10::IValue& root_dict) {
 
 // --- Reading -----------------------------------------------------------------------------------
 
-/// A file in memory: its pages are read when they are needed, and again if there is no room for
-/// them. A file that is renamed or removed stays as it is.
+/// A memory-mapped file, whose pages are read on demand. It stays valid if the file is renamed or
+/// removed.
 class MappedFile {
  public:
-  /// Checks the CRC of a file that has one.
+  /// Verifies the CRC of a file that has one.
   explicit MappedFile(const std::filesystem::path& path) : file_(path, OpenMode::read) {
     if (!file_.is_open()) throw_cannot_open(errno_message(errno));
     std::error_code error;
@@ -153,30 +152,30 @@ class MappedFile {
 
   std::size_t size() const noexcept { return size_; }
   std::string_view bytes() const noexcept { return {memory_, size_}; }
-  /// Returns the format in the comment; empty for a file of Python's.
+  /// Returns the format version in the comment; empty for files that Python wrote.
   const std::string& format() const noexcept { return format_; }
-  /// Returns the size of the comment at the end; 0 for a file of Python's.
+  /// Returns the size of the comment in bytes; 0 for files that Python wrote.
   std::size_t comment_size() const noexcept { return comment_size_; }
 
  private:
-  void read_all(std::uint64_t offset, void* to, std::size_t count) const {
+  void read_all(std::uint64_t offset, void* to, std::size_t size) const {
     auto* bytes = static_cast<char*>(to);
-    while (count > 0) {
-      const std::ptrdiff_t got = file_.read(bytes, count, offset);
-      if (got < 0 && errno == EINTR) continue;
-      if (got < 0) throw_corrupt("it cannot be read: " + errno_message(errno));
-      if (got == 0) throw_corrupt("it became shorter while it was read");
-      bytes += got, offset += static_cast<std::uint64_t>(got);
-      count -= static_cast<std::size_t>(got);
+    while (size > 0) {
+      const std::ptrdiff_t num_read = file_.read(bytes, size, offset);
+      if (num_read < 0 && errno == EINTR) continue;
+      if (num_read < 0) throw_corrupt("it cannot be read: " + errno_message(errno));
+      if (num_read == 0) throw_corrupt("it was truncated while it was read");
+      bytes += num_read, offset += static_cast<std::uint64_t>(num_read);
+      size -= static_cast<std::size_t>(num_read);
     }
   }
 
-  /// Reads the comment, and checks the CRC. A corrupt checkpoint still begins as a zip file, or
-  /// ends with mezzo's comment. The zips of torch.save have no comment: their last record, of 22
-  /// bytes, is the end of the file. In a checkpoint that has lost its last bytes, that record still
-  /// holds the length of the comment.
+  /// Reads the comment and verifies the CRC. A corrupt checkpoint still begins as a zip archive or
+  /// ends with mezzo's comment. Archives of torch.save have no comment: they end with the 22-byte
+  /// end-of-central-directory record, which stores the comment's length. The record of a truncated
+  /// checkpoint therefore still differs from theirs.
   void check_comment() {
-    constexpr std::size_t kTail = 100, kEndOfZip = 22;  // kTail holds all of the comment
+    constexpr std::size_t kTail = 100, kEndRecord = 22;  // kTail exceeds the comment
     std::string begin(std::min<std::size_t>(size_, 4), '\0');
     std::string tail(std::min(size_, kTail), '\0');
     read_all(0, begin.data(), begin.size());
@@ -186,33 +185,31 @@ class MappedFile {
     if (comment == std::string::npos) {
       if (!is_zip && size_ >= 4) throw_not_a_checkpoint("it is not a zip file");
       const std::string_view end =
-          std::string_view(tail).substr(tail.size() - std::min(tail.size(), kEndOfZip));
+          std::string_view(tail).substr(tail.size() - std::min(tail.size(), kEndRecord));
       if (end.starts_with("PK\x05\x06") && end.ends_with(std::string_view("\0\0", 2))) return;
-      throw_corrupt("it does not end as a checkpoint does");
+      throw_corrupt("it does not end as a checkpoint");
     }
     check_crc();
     const std::size_t digits = comment + kCommentBegin.size(), end = tail.rfind(kCommentEnd);
-    if (end == std::string::npos || end < digits) throw_corrupt("its comment is cut off");
+    if (end == std::string::npos || end < digits) throw_corrupt("its comment is truncated");
     format_ = tail.substr(digits, end - digits);
     comment_size_ = tail.size() - comment;
   }
 
   void check_crc() const {
     const std::size_t end = size_ - kCrcDigits;
-    std::vector<char> block(std::min<std::size_t>(end, std::size_t{1} << 18));
+    std::vector<char> chunk(std::min<std::size_t>(end, std::size_t{1} << 18));
     std::uint32_t crc = 0;
     for (std::size_t offset = 0; offset < end;) {
-      const std::size_t count = std::min(block.size(), end - offset);
-      read_all(offset, block.data(), count);
-      crc = crc32c(block.data(), count, crc);
-      offset += count;
+      const std::size_t size = std::min(chunk.size(), end - offset);
+      read_all(offset, chunk.data(), size);
+      crc = crc32c(chunk.data(), size, crc);
+      offset += size;
     }
     std::string digits(kCrcDigits, '\0');
     read_all(end, digits.data(), digits.size());
     if (digits != crc_to_hex(crc)) {
-      throw_corrupt(
-          "its checksum does not fit its bytes, some of which are others than were written, or "
-          "missing");
+      throw_corrupt("its checksum does not match: bytes have changed or are missing");
     }
   }
 
@@ -222,50 +219,49 @@ class MappedFile {
   char* memory_ = nullptr;
 };
 
-/// What a file holds. Tensors are views of the file.
+/// Contents of a checkpoint. Tensors are views of the mapped file.
 struct CheckpointContents {
   std::int64_t step = 0;
   PythonDict values = make_dict();  ///< by name
   c10::IValue ranks{};              ///< by name, a list of values by rank; None for one process
-  bool is_training_state = false;   ///< false for Python's files and for bare state_dicts
+  bool is_training_state = false;   ///< false for files that Python wrote and for bare state_dicts
 };
 
-/// Reads the values of a file; tensors refer to its memory, on the CPU.
+/// Reads the root object of a file. Tensors are on the CPU and alias its memory.
 inline c10::IValue read_values(const std::shared_ptr<MappedFile>& file) {
   const ZipDirectory zip(file->bytes(), file->comment_size());
   if (zip.has("constants.pkl")) {
     throw_not_a_checkpoint("torch::save wrote it, and torch::load reads it");
   }
   TORCH_CHECK(!zip.has("byteorder") || zip.at("byteorder") == "little",
-              "its numbers begin with their highest byte; save it on a little-endian machine");
-  std::map<std::string, c10::Storage> storages;  // by key, so that views share a storage
-  std::size_t copied = 0;
-  const auto record = [&](const std::string& key) {
+              "it is big-endian; save it on a little-endian machine");
+  std::map<std::string, c10::Storage> storages;  // by key: views share a storage
+  std::size_t num_copied_bytes = 0;
+  const auto read_storage = [&](const std::string& key) {
     const auto [storage, is_new] = storages.try_emplace(key);
     if (!is_new) return storage->second;
     const std::string_view bytes = zip.at("data/" + key);
     constexpr std::uintptr_t kAlignment = 16;  // in bytes; torch.save aligns records to 64
     c10::DataPtr memory;
     if (reinterpret_cast<std::uintptr_t>(bytes.data()) % kAlignment == 0) {
-      // Loading only reads these tensors, and the pages of the file are mapped privately.
+      // Tensors are only read, and the mapping is copy-on-write.
       memory = c10::InefficientStdFunctionContext::makeDataPtr(
           const_cast<char*>(bytes.data()), [file](void*) {}, at::kCPU);
     } else {
-      copied += bytes.size();
-      check_format(copied <= file->size(), "its zip has records that overlap");
+      num_copied_bytes += bytes.size();
+      check_format(num_copied_bytes <= file->size(), "its zip has overlapping records");
       memory = c10::GetCPUAllocator()->allocate(bytes.size());
       std::copy(bytes.begin(), bytes.end(), static_cast<char*>(memory.get()));
     }
     return storage->second = c10::Storage(c10::Storage::use_byte_size_t(), bytes.size(),
                                           std::move(memory), nullptr, /*resizable=*/false);
   };
-  constexpr std::uint64_t kMemoryPerFileByte = 64,
-                          kSmall = 16 << 20;  // times the file's size, and bytes
-  return PickleReader(zip.at("data.pkl"), record, kMemoryPerFileByte * file->size() + kSmall)
-      .read();
+  constexpr std::uint64_t kMemoryPerFileByte = 64, kBaseBytes = 16 << 20;
+  const std::uint64_t budget = kMemoryPerFileByte * file->size() + kBaseBytes;
+  return PickleReader(zip.at("data.pkl"), read_storage, budget).read();
 }
 
-/// \throws InvalidCheckpointError, or c10::Error for a file of a newer format
+/// \throws InvalidCheckpointError; c10::Error for a newer format
 inline CheckpointContents read_checkpoint(const std::filesystem::path& path) {
   const auto file = std::make_shared<MappedFile>(path);
   const std::string& format = file->format();
@@ -274,20 +270,20 @@ inline CheckpointContents read_checkpoint(const std::filesystem::path& path) {
               kCheckpointFormat, ": update mezzo, or move the file elsewhere");
   try {
     const c10::IValue root_dict = read_values(file);
-    TORCH_CHECK(root_dict.isGenericDict(), "it holds ", describe_type(root_dict),
-                ", and should hold a dict of objects by name");
-    CheckpointContents read;
+    TORCH_CHECK(root_dict.isGenericDict(), "it contains ", describe_type(root_dict),
+                " instead of a dict of objects by name");
+    CheckpointContents contents;
     for (const auto& entry : root_dict.toGenericDict()) {
-      TORCH_CHECK(entry.key().isString(), "it has a name that is ", describe_type(entry.key()));
-      read.values.insert(entry.key(), entry.value());
+      TORCH_CHECK(entry.key().isString(), "it has a key that is ", describe_type(entry.key()));
+      contents.values.insert(entry.key(), entry.value());
     }
-    const c10::IValue own = get_item(root_dict, kMezzoKey);
-    read.is_training_state = !format.empty() && own.isGenericDict();
-    if (!read.is_training_state) return read;
-    (void)read.values.erase(kMezzoKey);
-    read.step = get_item(own, "step").toInt();
-    read.ranks = get_item(own, "ranks");
-    return read;
+    const c10::IValue metadata = get_item(root_dict, kMezzoKey);
+    contents.is_training_state = !format.empty() && metadata.isGenericDict();
+    if (!contents.is_training_state) return contents;
+    (void)contents.values.erase(kMezzoKey);
+    contents.step = get_item(metadata, "step").toInt();
+    contents.ranks = get_item(metadata, "ranks");
+    return contents;
   } catch (const InvalidCheckpointError&) {
     throw;
   } catch (...) {

@@ -2,10 +2,14 @@
 
 #include <mezzo/base/version.h>
 #include <mezzo/checkpoint/checkpoint.h>
-#include <mezzo/checkpoint/detail/checkpoint_directory.h>
+#include <mezzo/checkpoint/detail/atomic_file.h>
 #include <mezzo/checkpoint/detail/checkpoint_file.h>
+#include <mezzo/checkpoint/detail/checkpoint_name.h>
+#include <mezzo/checkpoint/detail/directory_lock.h>
+#include <mezzo/checkpoint/detail/load_plan.h>
 #include <mezzo/checkpoint/detail/object_entries.h>
-#include <mezzo/checkpoint/detail/state_file.h>
+#include <mezzo/checkpoint/detail/optimizer_entry.h>
+#include <mezzo/checkpoint/detail/root_dict.h>
 
 #include <c10/util/Exception.h>
 
@@ -28,29 +32,28 @@ MEZZO_INLINE TrainingState& TrainingState::add_rng_state() {
 
 MEZZO_INLINE TrainingState& TrainingState::add_entry(std::string name, detail::Stateful stateful,
                                                      bool is_per_rank) {
-  TORCH_CHECK(!name.empty(), "TrainingState::add: name is empty; give each object one of its own");
+  TORCH_CHECK(!name.empty(), "TrainingState::add: name is empty; pass a unique name");
   TORCH_CHECK(name != detail::kMezzoKey, "TrainingState::add: the name \"", name,
-              "\" is that of the file's own entry; take another");
+              "\" is reserved; pass another name");
   for (const detail::CheckpointEntry& other : entries_) {
     TORCH_CHECK(other.name != name, "TrainingState::add: the name \"", name,
-                "\" is given twice; give each object one of its own");
+                "\" is already in use; pass a unique name");
   }
   entries_.push_back({std::move(name), std::move(stateful), is_per_rank});
   return *this;
 }
 
-// --- A directory
-// ------------------------------------------------------------------------------------
+// --- CheckpointManager ---------------------------------------------------------------------------
 
 MEZZO_INLINE CheckpointManager::CheckpointManager(const std::filesystem::path& directory,
                                                   CheckpointManagerOptions options)
     : directory_(std::filesystem::absolute(directory.empty() ? "." : directory)),
       options_(std::move(options)) {
   TORCH_CHECK(options_.max_to_keep >= 1, "CheckpointManager: max_to_keep is ", options_.max_to_keep,
-              "; it should be at least 1, and 2 to have one to fall back to");
+              "; it should be at least 1 (at least 2 to fall back to the previous checkpoint)");
   if (const std::int64_t owner_pid = detail::DirectoryLock::owner_pid(directory_); owner_pid != 0) {
     warn(directory_.string() + " is being saved to by process " + std::to_string(owner_pid) +
-         ": a save from here will be refused until that one ends; loading is not");
+         ": saving here throws until that process ends; loading works");
   }
 }
 
@@ -67,27 +70,27 @@ MEZZO_INLINE SavedCheckpoint CheckpointManager::save(const TrainingState& state,
   const auto& entries = state.entries();
   detail::check_saveable("CheckpointManager::save", entries, step);
   if (!warned_nonfinite_) {
-    const std::string bad = detail::find_nonfinite_buffer(entries);
-    warned_nonfinite_ = !bad.empty();
-    if (warned_nonfinite_) warn("a checkpoint is saved, and " + bad);
+    const std::string warning = detail::find_nonfinite_buffer(entries);
+    warned_nonfinite_ = !warning.empty();
+    if (warned_nonfinite_) warn("saving a checkpoint, but " + warning);
   }
   return write(detail::make_root_dict(detail::collect_values(entries), step), step);
 }
 
-/// Writes a checkpoint, and removes old ones, not counting those known to be corrupt.
+/// Writes a checkpoint and removes old ones. Checkpoints known to be corrupt do not count as kept.
 MEZZO_INLINE SavedCheckpoint CheckpointManager::write(const c10::IValue& root_dict,
                                                       std::int64_t step) {
   const int directory_error = detail::create_and_fsync_directories(directory_);
   const int lock_error = lock_.acquire(directory_);
   TORCH_CHECK(
       lock_error != EWOULDBLOCK, directory_.string(),
-      " is being saved to by another process, or by another CheckpointManager of this one; give "
-      "each a directory of its own, or let one of them save");
+      " is being saved to by another process, or by another CheckpointManager of this process; use "
+      "a separate directory for each, or save from one of them");
   if (lock_error != 0 && !std::exchange(warned_no_locks_, true)) {
-    warn(directory_.string() + " lies on a file system without locks (" +
+    warn(directory_.string() + " is on a file system without locks (" +
          detail::errno_message(lock_error) +
-         "): see to it that one process saves there, and remove what a kill leaves, "
-         ".checkpoint-*.tmp, yourself");
+         "): make sure that only one process saves there, and remove .checkpoint-*.tmp files that "
+         "a killed process leaves");
   }
   detail::remove_stale_temporaries(directory_, [](const std::string& name) {
     return detail::CheckpointName::parse(name).has_value();
@@ -95,22 +98,23 @@ MEZZO_INLINE SavedCheckpoint CheckpointManager::write(const c10::IValue& root_di
   const auto names = detail::list_checkpoints(directory_);
   const std::uint64_t last = names.empty() ? 0 : names.front().sequence;
   TORCH_CHECK(last < std::numeric_limits<std::uint64_t>::max(), names.front().filename(),
-              " has the last number that there is, so that none can be newer; move it elsewhere");
+              " has the largest sequence number, so that no checkpoint can be newer; move it "
+              "elsewhere");
   const std::filesystem::path target =
       directory_ / detail::CheckpointName{last + 1, step}.filename();
-  const std::uint64_t bytes = detail::write_checkpoint_file(
+  const std::uint64_t size_bytes = detail::write_checkpoint_file(
       target, root_dict, directory_error, [this](const std::string& text) {
         if (!std::exchange(warned_not_durable_, true)) warn(text);
       });
   std::int64_t kept = 0;
-  for (const std::filesystem::path& file : checkpoints()) {
+  for (const std::filesystem::path& path : checkpoints()) {
     if (kept < options_.max_to_keep) {
-      if (corrupt_.count(file) == 0) ++kept;
-    } else if (const int error = detail::remove_file(file); error != 0 && error != ENOENT) {
-      warn(file.string() + " cannot be removed: " + detail::errno_message(error));
+      if (corrupt_.count(path) == 0) ++kept;
+    } else if (const int error = detail::remove_file(path); error != 0 && error != ENOENT) {
+      warn(path.string() + " cannot be removed: " + detail::errno_message(error));
     }
   }
-  return {target, bytes};
+  return {target, size_bytes};
 }
 
 MEZZO_INLINE std::optional<LoadedCheckpoint> CheckpointManager::load_latest(
@@ -118,34 +122,36 @@ MEZZO_INLINE std::optional<LoadedCheckpoint> CheckpointManager::load_latest(
   const auto& entries = state.entries();
   detail::check_loadable("CheckpointManager::load_latest", entries);
   std::string failures;
-  for (const std::filesystem::path& file : checkpoints()) {
-    detail::LoadPlan load_plan;
+  for (const std::filesystem::path& path : checkpoints()) {
+    detail::LoadPlan plan;
     try {
-      load_plan = detail::make_load_plan(file, entries, options.ignore_unexpected);
+      plan = detail::make_load_plan(path, entries, options.ignore_unexpected);
     } catch (const std::exception& failure) {
       std::error_code error;
-      const auto type = std::filesystem::symlink_status(file, error).type();  // a link may dangle
+      // Not std::filesystem::exists, which follows symlinks: a dangling one is skipped with a
+      // warning.
+      const auto type = std::filesystem::symlink_status(path, error).type();
       if (type == std::filesystem::file_type::not_found) {
-        return load_latest(state, options);  // its writer has a newer one
+        return load_latest(state, options);  // the writer removed it after saving a newer one
       }
       if (dynamic_cast<const detail::InvalidCheckpointError*>(&failure) == nullptr) throw;
-      skip_corrupt(file, failure.what());
-      failures += "\n  " + file.string() + " " + failure.what();
+      skip_corrupt(path, failure.what());
+      failures += "\n  " + path.string() + " " + failure.what();
       continue;
     }
-    detail::apply(load_plan);
-    for (const std::string& note : load_plan.notes) warn(file.string() + ": " + note);
-    return LoadedCheckpoint{load_plan.path, load_plan.step};
+    detail::apply(plan);
+    for (const std::string& note : plan.notes) warn(path.string() + ": " + note);
+    return LoadedCheckpoint{plan.path, plan.step};
   }
-  TORCH_CHECK(failures.empty(), directory_.string(), " has no checkpoint that is whole:", failures,
-              "\nMove them elsewhere to begin anew");
+  TORCH_CHECK(failures.empty(), directory_.string(), " has no intact checkpoint:", failures,
+              "\nMove them elsewhere to start from scratch");
   return std::nullopt;
 }
 
-MEZZO_INLINE void CheckpointManager::skip_corrupt(const std::filesystem::path& file,
-                                                  const std::string& words) {
-  corrupt_.insert(file);
-  warn(file.string() + " " + words + "; the checkpoint before it is tried");
+MEZZO_INLINE void CheckpointManager::skip_corrupt(const std::filesystem::path& path,
+                                                  const std::string& reason) {
+  corrupt_.insert(path);
+  warn(path.string() + " " + reason + "; trying the previous checkpoint");
 }
 
 MEZZO_INLINE LoadedCheckpoint CheckpointManager::load(const TrainingState& state, std::int64_t step,
@@ -157,67 +163,68 @@ MEZZO_INLINE LoadedCheckpoint CheckpointManager::load(const TrainingState& state
     return name.step == step;
   });
   TORCH_CHECK(found != names.end(), directory_.string(), " has no checkpoint of step ", step,
-              steps.empty() ? ", and no other" : "; load one of the steps " + steps);
+              steps.empty() ? ", nor of any other step" : "; load one of the steps " + steps);
   return load_checkpoint(directory_ / found->filename(), state, options);
 }
 
 MEZZO_INLINE std::vector<std::filesystem::path> CheckpointManager::checkpoints() const {
-  std::vector<std::filesystem::path> files;
-  for (const auto& name : detail::list_checkpoints(directory_))
-    files.push_back(directory_ / name.filename());
-  return files;
+  std::vector<std::filesystem::path> paths;
+  for (const auto& name : detail::list_checkpoints(directory_)) {
+    paths.push_back(directory_ / name.filename());
+  }
+  return paths;
 }
 
-// --- One file ------------------------------------------------------------------------------------
+// --- Single files --------------------------------------------------------------------------------
 
 namespace detail {
 
-/// Writes `root_dict` to `file`, which it replaces atomically.
-inline SavedCheckpoint replace_checkpoint_file(const std::filesystem::path& file,
+/// Writes `root_dict` to `path` atomically.
+inline SavedCheckpoint replace_checkpoint_file(const std::filesystem::path& path,
                                                const c10::IValue& root_dict) {
-  const std::filesystem::path target = resolve_replaceable_path(file);
+  const std::filesystem::path target = resolve_replaceable_path(path);
   const int directory_error = create_and_fsync_directories(target.parent_path());
   remove_stale_temporaries(target.parent_path(), [&target](const std::string& name) {
     return name == target.filename();
   });
-  return {file, write_checkpoint_file(target, root_dict, directory_error,
+  return {path, write_checkpoint_file(target, root_dict, directory_error,
                                       [](const std::string& text) { TORCH_WARN(text); })};
 }
 
-MEZZO_INLINE SavedCheckpoint write_state_dict(const std::filesystem::path& file,
+MEZZO_INLINE SavedCheckpoint write_state_dict(const std::filesystem::path& path,
                                               const TrainingState& state) {
-  return replace_checkpoint_file(file, collect_values(state.entries()).at("model"));
+  return replace_checkpoint_file(path, collect_values(state.entries()).at("model"));
 }
 
 }  // namespace detail
 
-MEZZO_INLINE SavedCheckpoint save_checkpoint(const std::filesystem::path& file,
+MEZZO_INLINE SavedCheckpoint save_checkpoint(const std::filesystem::path& path,
                                              const TrainingState& state, std::int64_t step) {
   const auto& entries = state.entries();
   detail::check_saveable("save_checkpoint", entries, step);
-  if (const std::string bad = detail::find_nonfinite_buffer(entries); !bad.empty()) {
-    TORCH_WARN_ONCE("a checkpoint is saved, and ", bad);
+  if (const auto warning = detail::find_nonfinite_buffer(entries); !warning.empty()) {
+    TORCH_WARN_ONCE("saving a checkpoint, but ", warning);
   }
   return detail::replace_checkpoint_file(
-      file, detail::make_root_dict(detail::collect_values(entries), step));
+      path, detail::make_root_dict(detail::collect_values(entries), step));
 }
 
-MEZZO_INLINE LoadedCheckpoint load_checkpoint(const std::filesystem::path& file,
+MEZZO_INLINE LoadedCheckpoint load_checkpoint(const std::filesystem::path& path,
                                               const TrainingState& state,
                                               const LoadOptions& options) {
   const auto& entries = state.entries();
   detail::check_loadable("load_checkpoint", entries);
-  detail::LoadPlan load_plan;
+  detail::LoadPlan plan;
   try {
-    load_plan = detail::make_load_plan(file, entries, options.ignore_unexpected);
+    plan = detail::make_load_plan(path, entries, options.ignore_unexpected);
   } catch (const detail::InvalidCheckpointError& failure) {
-    TORCH_CHECK(false, file.string(), " ", failure.what(), "; ", failure.advice());
+    TORCH_CHECK(false, path.string(), " ", failure.what(), "; ", failure.advice());
   }
-  detail::apply(load_plan);
-  for (const std::string& note : load_plan.notes) {
-    TORCH_WARN(file.string(), ": ", note);
+  detail::apply(plan);
+  for (const std::string& note : plan.notes) {
+    TORCH_WARN(path.string(), ": ", note);
   }
-  return {load_plan.path, load_plan.step};
+  return {plan.path, plan.step};
 }
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

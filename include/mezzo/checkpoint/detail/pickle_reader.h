@@ -43,27 +43,27 @@ struct DictImplMember {
 };
 template struct PrivateMember<DictImplMember, &c10::impl::GenericDict::impl_>;
 
-/// Reads a pickle as torch.save and libtorch's Pickler write it: numbers, strings, tensors, and
-/// lists, tuples and dicts of them. Throws c10::Error for any other bytes:
+/// Reads the subset of pickle that torch.save and libtorch's Pickler write: numbers, strings,
+/// tensors, and lists, tuples and dicts of them. Throws c10::Error for any other bytes:
 ///
-///   - A GLOBAL must name a class or function that `read_global` lists; no other is called.
+///   - A GLOBAL must name a class or function that `read_global` lists; nothing else is called.
 ///   - A tensor lies within its storage, and a storage within its record.
-///   - A container cannot change once it is in another or was taken from the memo, so that none
-///     contains itself. The nesting depth of containers is limited.
-///   - Every value is charged to `budget` for its memory, and a value from the memo again for all
-///     its elements, so that the time to traverse the result is limited too.
+///   - A container is immutable once it is nested in another or taken from the memo, so that none
+///     contains itself. The nesting depth is limited.
+///   - The memory of every value is charged to `budget`, and a value from the memo again with all
+///     its elements, which also bounds the time to traverse the result.
 ///
-/// An OrderedDict becomes a dict, without the attributes that Python gives it.
+/// An OrderedDict becomes a dict, without the attributes that Python adds.
 class PickleReader {
  public:
-  /// Returns the memory of a tensor's bytes in the file, by their key.
+  /// Returns the storage of a record by its key.
   using ReadStorage = std::function<c10::Storage(const std::string& key)>;
 
-  /// \param budget  the bytes that all values may take together
-  PickleReader(std::string_view pickle, ReadStorage record, std::uint64_t budget)
-      : rest_(pickle), read_storage_(std::move(record)), budget_(budget) {}
+  /// \param budget  limit of the memory of all values, in bytes
+  PickleReader(std::string_view pickle, ReadStorage read_storage, std::uint64_t budget)
+      : rest_(pickle), read_storage_(std::move(read_storage)), budget_(budget) {}
 
-  /// Returns the value. \throws c10::Error for bytes that are refused
+  /// Returns the value. \throws c10::Error for unsupported or malformed bytes
   c10::IValue read() {
     for (;;) {
       const char opcode = read_bytes(1)[0];
@@ -76,12 +76,12 @@ class PickleReader {
   enum class Kind : std::uint8_t {
     value,         ///< `value`: a number, string, tensor, list or dict
     tuple,         ///< `elements`
-    mark,          ///< begins the elements of a tuple, or the items of a list or dict
+    mark,          ///< start of the elements of a tuple, list or dict
     ordered_dict,  ///< the class
-    rebuild,       ///< one of torch's functions, whose name is `value`
-    dtype,         ///< a class of storages: `number` is the ScalarType of the elements
-    qscheme,       ///< `number` is the QScheme
-    storage,       ///< `storage`, with elements of the dtype `number`
+    rebuild,       ///< a function of torch, whose name is `value`
+    dtype,         ///< a storage class: `enum_value` is the ScalarType
+    qscheme,       ///< `enum_value` is the QScheme
+    storage,       ///< `storage`, whose ScalarType is `enum_value`
   };
 
   /// An entry of the stack or of the memo.
@@ -90,10 +90,10 @@ class PickleReader {
     c10::IValue value{};
     std::vector<std::shared_ptr<Item>> elements{};
     c10::Storage storage{};
-    int number = 0;
+    int enum_value = 0;
     std::uint64_t bytes = 0;  ///< including its elements
     int depth = 0;
-    bool is_closed = false;  ///< in another container, or taken from the memo
+    bool is_closed = false;  ///< nested in another container, or taken from the memo
   };
   using ItemPtr = std::shared_ptr<Item>;
 
@@ -101,13 +101,12 @@ class PickleReader {
   static constexpr std::uint64_t kScalarBytes = 64, kContainerBytes = 256, kTensorBytes = 512;
 
   void charge(std::uint64_t bytes) {
-    TORCH_CHECK(bytes <= budget_,
-                "its values take more memory than a file of its size may ask for");
+    TORCH_CHECK(bytes <= budget_, "its values need more memory than allowed for its size");
     budget_ -= bytes;
   }
 
   std::string_view read_bytes(std::uint64_t count) {
-    check_format(count <= rest_.size(), "its pickle is cut off");
+    check_format(count <= rest_.size(), "its pickle is truncated");
     const std::string_view taken = rest_.substr(0, count);
     rest_.remove_prefix(count);
     return taken;
@@ -122,7 +121,7 @@ class PickleReader {
   }
 
   ItemPtr pop() {
-    check_format(!stack_.empty(), "its pickle takes a value where there is none");
+    check_format(!stack_.empty(), "its pickle pops from an empty stack");
     ItemPtr item = std::move(stack_.back());
     stack_.pop_back();
     return item;
@@ -149,7 +148,7 @@ class PickleReader {
   /// Returns the IValue of an item.
   static c10::IValue to_ivalue(const Item& item) {
     if (item.kind == Kind::value) return item.value;
-    check_format(item.kind == Kind::tuple, "it has a class or a storage in the place of a value");
+    check_format(item.kind == Kind::tuple, "it has a class or a storage instead of a value");
     std::vector<c10::IValue> values;
     for (const ItemPtr& element : item.elements) values.push_back(to_ivalue(*element));
     return c10::ivalue::Tuple::create(std::move(values));
@@ -158,16 +157,17 @@ class PickleReader {
   /// Adds the bytes and depth of `item` to `container`, and closes `item`.
   static void enclose(Item& container, Item& item) {
     check_format(!container.is_closed && &container != &item,
-                 "it changes a container that is in another already, or in itself");
+                 "it modifies a container that is nested in another or in itself");
     item.is_closed = true;
     container.bytes += item.bytes;
     container.depth = std::max(container.depth, item.depth + 1);
-    check_format(container.depth <= kMaxDepth, "it has containers in one another, more than ",
-                 kMaxDepth, " deep");
+    check_format(container.depth <= kMaxDepth, "it nests containers more than ", kMaxDepth,
+                 " deep");
   }
 
   void append(Item& list, const std::vector<ItemPtr>& items) {
-    check_format(list.kind == Kind::value && list.value.isList(), "it appends to what is no list");
+    check_format(list.kind == Kind::value && list.value.isList(),
+                 "it appends to a value that is not a list");
     for (const ItemPtr& item : items) {
       enclose(list, *item);
       list.value.toList().push_back(to_ivalue(*item));
@@ -176,18 +176,18 @@ class PickleReader {
 
   void set_items(Item& dict, const std::vector<ItemPtr>& items) {
     check_format(dict.kind == Kind::value && dict.value.isGenericDict() && items.size() % 2 == 0,
-                 "it sets items of what is no dict");
+                 "it sets items of a value that is not a dict");
     auto values = dict.value.toGenericDict();
     for (std::size_t i = 0; i < items.size(); i += 2) {
       const c10::IValue key = to_ivalue(*items[i]);
-      check_format(key.isString() || key.isInt(), "it has a name that is ", describe_type(key));
+      check_format(key.isString() || key.isInt(), "it has a key that is ", describe_type(key));
       enclose(dict, *items[i]);
       enclose(dict, *items[i + 1]);
       values.insert_or_assign(key, to_ivalue(*items[i + 1]));
-      // Keys whose hashes were made equal let the table grow without end.
+      // Keys with equal hashes make the table grow without bound.
       const auto& table = (values.*private_member(DictImplMember()))->dict;
       check_format(table.bucket_count() <= 64 * (table.size() + 4),
-                   "it has a dict whose keys were chosen to fill memory");
+                   "it has a dict with too many hash collisions");
     }
   }
 
@@ -205,13 +205,13 @@ class PickleReader {
   }
 
   void memo_put(std::uint64_t index) {
-    check_format(!stack_.empty(), "its pickle remembers a value where there is none");
+    check_format(!stack_.empty(), "its pickle memoizes from an empty stack");
     charge(kScalarBytes);
     memo_[index] = stack_.back();
   }
   void memo_get(std::uint64_t index) {
     const auto found = memo_.find(index);
-    check_format(found != memo_.end(), "its pickle recalls what it has not remembered");
+    check_format(found != memo_.end(), "its pickle reads a memo entry that does not exist");
     charge(found->second->bytes);
     found->second->is_closed = true;
     stack_.push_back(found->second);
@@ -273,7 +273,7 @@ class PickleReader {
         }
         return push(static_cast<std::int64_t>(number));
       }
-      case 'G': {  // BINFLOAT, whose first byte is the highest
+      case 'G': {  // BINFLOAT, big-endian
         std::string bytes(read_bytes(8));
         std::reverse(bytes.begin(), bytes.end());
         return push(std::bit_cast<double>(read_little_endian(bytes, 0, 8)));
@@ -300,18 +300,17 @@ class PickleReader {
       case 'b': {  // BUILD
         const ItemPtr attributes = pop();
         check_format(top().kind == Kind::value && top().value.isGenericDict(),
-                     "it gives attributes to what is no OrderedDict");
+                     "it sets attributes of a value that is not an OrderedDict");
         return;
       }
       default:
-        TORCH_CHECK(false, "its pickle has the instruction ",
-                    int{static_cast<unsigned char>(opcode)},
-                    ", which torch.save does not write; save it anew with pickle_protocol=2");
+        TORCH_CHECK(false, "its pickle has the opcode ", int{static_cast<unsigned char>(opcode)},
+                    ", which torch.save does not write; save it again with pickle_protocol=2");
     }
   }
 
   Item& top() {
-    check_format(!stack_.empty(), "its pickle changes a value where there is none");
+    check_format(!stack_.empty(), "its pickle modifies the top of an empty stack");
     return *stack_.back();
   }
 
@@ -325,7 +324,7 @@ class PickleReader {
                             std::find(kRebuilds.begin(), kRebuilds.end(), name) != kRebuilds.end();
     const bool is_value =
         (module == "builtins" && name == "complex") || (module == "torch" && name == "device");
-    // libtorch's pickle_save calls functions of this module for the types of lists and dicts.
+    // libtorch's pickle_save calls functions of this module for typed lists and dicts.
     if (is_rebuild || is_value || module == "torch.jit._pickle") {
       return {.kind = Kind::rebuild,
               .value = std::string(is_rebuild || is_value ? name : module),
@@ -337,130 +336,136 @@ class PickleReader {
         if (dtype == at::kQUInt4x2 || dtype == at::kQUInt2x4)
           continue;  // elements smaller than a byte
         if (name != std::string(c10::toString(dtype)) + "Storage") continue;
-        return {.kind = Kind::dtype, .number = i, .bytes = kScalarBytes};
+        return {.kind = Kind::dtype, .enum_value = i, .bytes = kScalarBytes};
       }
       for (const at::QScheme scheme : {at::kPerTensorAffine, at::kPerChannelAffine}) {
         if (name != c10::toString(scheme)) continue;
-        return {.kind = Kind::qscheme, .number = static_cast<int>(scheme), .bytes = kScalarBytes};
+        return {
+            .kind = Kind::qscheme, .enum_value = static_cast<int>(scheme), .bytes = kScalarBytes};
       }
     }
     TORCH_CHECK(false, "it names ", module.substr(0, 100), ".", name.substr(0, 100),
-                ", which is not read; save numbers, strings, tensors, and lists, tuples and dicts "
-                "of them, such as state_dict()");
+                ", which is not allowed; save numbers, strings, tensors, and lists, tuples and "
+                "dicts of them, such as state_dict()");
   }
 
-  /// Replaces ("storage", class, key, device, numel) on the stack by the storage.
+  /// Replaces ("storage", class, key, device, numel) at the top of the stack by the storage.
   void read_storage() {
     const ItemPtr id = pop();
-    const auto& parts = id->elements;
-    check_format(id->kind == Kind::tuple && parts.size() == 5 && is_string(*parts[0], "storage") &&
-                     parts[1]->kind == Kind::dtype && parts[2]->value.isString(),
-                 "it has a storage of another form than torch.save's");
-    const c10::Storage storage = read_storage_(parts[2]->value.toStringRef());
-    const auto dtype = static_cast<at::ScalarType>(parts[1]->number);
+    const auto& fields = id->elements;
+    check_format(id->kind == Kind::tuple && fields.size() == 5 &&
+                     is_string(*fields[0], "storage") && fields[1]->kind == Kind::dtype &&
+                     fields[2]->value.isString(),
+                 "it has a malformed storage");
+    const c10::Storage storage = read_storage_(fields[2]->value.toStringRef());
+    const auto dtype = static_cast<at::ScalarType>(fields[1]->enum_value);
     std::uint64_t bytes = 0;
     const bool overflows =
-        c10::mul_overflows(static_cast<std::uint64_t>(to_count(*parts[4])),
+        c10::mul_overflows(static_cast<std::uint64_t>(to_size(*fields[4])),
                            static_cast<std::uint64_t>(c10::elementSize(dtype)), &bytes);
     check_format(!overflows && bytes <= storage.nbytes(), kOutOfBounds);
     push(Item{.kind = Kind::storage,
               .storage = storage,
-              .number = parts[1]->number,
+              .enum_value = fields[1]->enum_value,
               .bytes = kContainerBytes});
   }
 
   static bool is_string(const Item& item, std::string_view text) {
     return item.kind == Kind::value && item.value.isString() && item.value.toStringRef() == text;
   }
-  /// Returns a count, an offset or a size.
-  static std::int64_t to_count(const Item& item) {
-    check_format(item.kind == Kind::value && item.value.isInt() && item.value.toInt() >= 0,
-                 "it has a tensor with a size, stride or offset that is no number from 0 on");
+  /// Returns a size, stride or offset.
+  static std::int64_t to_size(const Item& item) {
+    check_format(
+        item.kind == Kind::value && item.value.isInt() && item.value.toInt() >= 0,
+        "it has a tensor with a size, stride or offset that is not a non-negative integer");
     return item.value.toInt();
   }
-  static std::vector<std::int64_t> to_counts(const Item& item) {
+  static std::vector<std::int64_t> to_sizes(const Item& item) {
     check_format(item.kind == Kind::tuple && item.elements.size() <= 64,
-                 "it has a tensor whose shape is no tuple of at most 64 numbers");
-    std::vector<std::int64_t> counts;
-    for (const ItemPtr& element : item.elements) counts.push_back(to_count(*element));
-    return counts;
+                 "it has a tensor whose shape is not a tuple of at most 64 integers");
+    std::vector<std::int64_t> sizes;
+    for (const ItemPtr& element : item.elements) sizes.push_back(to_size(*element));
+    return sizes;
   }
   static at::Tensor to_tensor(const Item& item) {
     check_format(item.kind == Kind::value && item.value.isTensor(),
-                 "it lacks a tensor of a tensor");
+                 "it lacks a component of a sparse or quantized tensor");
     return item.value.toTensor();
   }
 
-  /// Makes an OrderedDict, or calls one of torch's rebuild functions.
+  /// Creates an OrderedDict, or calls a rebuild function of torch.
   void reduce() {
     const ItemPtr tuple = pop(), callee = pop();
     const auto& arguments = tuple->elements;
     const bool is_call = tuple->kind == Kind::tuple &&
                          (callee->kind == Kind::ordered_dict || callee->kind == Kind::rebuild);
-    check_format(is_call, "it calls what is no function of torch's");
+    check_format(is_call, "it calls a value that is not a function of torch");
     if (callee->kind == Kind::ordered_dict) {
-      check_format(arguments.empty(), "it has an OrderedDict of another form than torch.save's");
+      check_format(arguments.empty(), "it has a malformed OrderedDict");
       return push(make_dict(), kContainerBytes);
     }
     const std::string& name = callee->value.toStringRef();
-    const auto check_count = [&](std::size_t least) {
-      check_format(arguments.size() >= least, name, " lacks arguments");
+    const auto check_num_arguments = [&](std::size_t min) {
+      check_format(arguments.size() >= min, name, " lacks arguments");
     };
     if (name == "_rebuild_parameter" || name == "torch.jit._pickle") {  // (value, ...)
-      check_count(1);
+      check_num_arguments(1);
       arguments[0]->is_closed = true;
       stack_.push_back(arguments[0]);
     } else if (name ==
                "_rebuild_sparse_tensor") {  // (layout, size, requires_grad, indices, values)
-      check_count(5);
-      const auto sizes = to_counts(*arguments[1]);
-      const auto layout = static_cast<at::Layout>(to_count(*arguments[0]));
+      check_num_arguments(5);
+      const auto sizes = to_sizes(*arguments[1]);
+      const auto layout = static_cast<at::Layout>(to_size(*arguments[0]));
       const auto bytes = kTensorBytes + tuple->bytes;
-      if (layout == at::kSparseCsr) {  // ..., row starts, columns, values)
-        check_count(6);
-        const at::Tensor starts = to_tensor(*arguments[3]), columns = to_tensor(*arguments[4]);
+      if (layout == at::kSparseCsr) {  // ..., crow_indices, col_indices, values)
+        check_num_arguments(6);
+        const at::Tensor crow_indices = to_tensor(*arguments[3]),
+                         col_indices = to_tensor(*arguments[4]);
         const at::Tensor values = to_tensor(*arguments[5]);
-        at::_validate_sparse_csr_tensor_args(starts, columns, values, sizes);
-        return push(at::sparse_csr_tensor(starts, columns, values, sizes,
+        at::_validate_sparse_csr_tensor_args(crow_indices, col_indices, values, sizes);
+        return push(at::sparse_csr_tensor(crow_indices, col_indices, values, sizes,
                                           values.options().layout(at::kSparseCsr)),
                     bytes);
       }
-      check_format(layout == at::kSparse, "it has a sparse tensor that is in neither COO nor CSR");
+      check_format(layout == at::kSparse,
+                   "it has a sparse tensor of a layout other than COO and CSR");
       const at::Tensor indices = to_tensor(*arguments[3]), values = to_tensor(*arguments[4]);
       at::_validate_sparse_coo_tensor_args(indices, values, sizes);
       push(at::sparse_coo_tensor(indices, values, sizes), bytes);
     } else if (name == "complex") {
-      check_count(2);
+      check_num_arguments(2);
       const c10::IValue real = to_ivalue(*arguments[0]), imaginary = to_ivalue(*arguments[1]);
       check_format(real.isDouble() && imaginary.isDouble(),
-                   "it has a complex number of no numbers");
+                   "it has a complex number whose components are not numbers");
       push(c10::complex<double>(real.toDouble(), imaginary.toDouble()));
     } else if (name == "device") {
-      check_count(1);
+      check_num_arguments(1);
       const c10::IValue text = to_ivalue(*arguments[0]);
-      check_format(text.isString(), "it has a device without a name");
+      check_format(text.isString(), "it has a device that is not a string");
       push(c10::Device(text.toStringRef()));
     } else {
-      check_count(6);
+      check_num_arguments(6);
       rebuild_tensor(arguments, name == "_rebuild_qtensor");
     }
   }
 
-  /// Pushes the tensor of (storage, offset, sizes, strides, [quantizer,] requires_grad, hooks,
-  /// [metadata]).
+  /// Pushes a tensor. Arguments: (storage, offset, sizes, strides, [quantizer,] requires_grad,
+  /// hooks, [metadata]).
   void rebuild_tensor(const std::vector<ItemPtr>& arguments, bool is_quantized) {
     check_format(arguments[0]->kind == Kind::storage, "it has a tensor without a storage");
     const c10::Storage& storage = arguments[0]->storage;
-    const auto dtype = static_cast<at::ScalarType>(arguments[0]->number);
-    const std::int64_t offset = to_count(*arguments[1]);
-    const std::vector<std::int64_t> sizes = to_counts(*arguments[2]),
-                                    strides = to_counts(*arguments[3]);
-    check_format(sizes.size() == strides.size(), "it has a tensor with more sizes than strides");
-    std::uint64_t bytes = c10::elementSize(dtype);  // also of a copy of an expanded tensor
+    const auto dtype = static_cast<at::ScalarType>(arguments[0]->enum_value);
+    const std::int64_t offset = to_size(*arguments[1]);
+    const std::vector<std::int64_t> sizes = to_sizes(*arguments[2]),
+                                    strides = to_sizes(*arguments[3]);
+    check_format(sizes.size() == strides.size(),
+                 "it has a tensor with different numbers of sizes and strides");
+    std::uint64_t bytes = c10::elementSize(dtype);  // of a contiguous copy
     bool overflows = false;
     for (const std::int64_t size : sizes) {
-      const auto factor = static_cast<std::uint64_t>(std::max<std::int64_t>(size, 1));
-      overflows = overflows || c10::mul_overflows(bytes, factor, &bytes);
+      const auto nonzero_size = static_cast<std::uint64_t>(std::max<std::int64_t>(size, 1));
+      overflows = overflows || c10::mul_overflows(bytes, nonzero_size, &bytes);
     }
     check_format(!overflows && at::detail::computeStorageNbytes(
                                    sizes, strides, c10::elementSize(dtype),
@@ -469,7 +474,7 @@ class PickleReader {
     const bool is_empty = std::find(sizes.begin(), sizes.end(), 0) != sizes.end();
     const auto options = at::TensorOptions(dtype).device(at::kCPU);
     check_format(c10::isQIntType(dtype) == is_quantized,
-                 "it has a tensor whose dtype does not fit its quantizer");
+                 "it has a tensor whose dtype does not match its quantizer");
     const at::Tensor tensor =
         is_quantized ? empty_quantized(*arguments[4], sizes, options) : at::empty({0}, options);
     tensor.unsafeGetTensorImpl()->set_storage_keep_dtype(storage);
@@ -480,27 +485,27 @@ class PickleReader {
     push(tensor, is_empty ? 0 : bytes);
   }
 
-  /// Returns a tensor without elements, with the quantizer (scheme, scale, zero point) or (scheme,
-  /// scales, zero points, axis).
+  /// Returns an empty tensor with the quantizer (scheme, scale, zero_point) or (scheme, scales,
+  /// zero_points, axis).
   static at::Tensor empty_quantized(const Item& quantizer, const std::vector<std::int64_t>& sizes,
                                     const at::TensorOptions& options) {
-    const auto& parts = quantizer.elements;
+    const auto& fields = quantizer.elements;
     check_format(
-        quantizer.kind == Kind::tuple && parts.size() >= 3 && parts[0]->kind == Kind::qscheme,
-        "it has a quantized tensor without its quantizer");
-    if (parts[0]->number == static_cast<int>(at::kPerTensorAffine)) {
-      check_format(parts[1]->value.isDouble() && parts[2]->value.isInt(),
-                   "it has a quantized tensor whose scale is no number");
-      return at::_empty_affine_quantized({0}, options, parts[1]->value.toDouble(),
-                                         parts[2]->value.toInt());
+        quantizer.kind == Kind::tuple && fields.size() >= 3 && fields[0]->kind == Kind::qscheme,
+        "it has a quantized tensor without a quantizer");
+    if (fields[0]->enum_value == static_cast<int>(at::kPerTensorAffine)) {
+      check_format(fields[1]->value.isDouble() && fields[2]->value.isInt(),
+                   "it has a quantized tensor whose scale is not a number");
+      return at::_empty_affine_quantized({0}, options, fields[1]->value.toDouble(),
+                                         fields[2]->value.toInt());
     }
-    check_format(parts.size() >= 4, "it has a quantized tensor without its axis");
-    const at::Tensor scales = to_tensor(*parts[1]), zero_points = to_tensor(*parts[2]);
-    const auto axis = static_cast<std::size_t>(to_count(*parts[3]));
+    check_format(fields.size() >= 4, "it has a quantized tensor without an axis");
+    const at::Tensor scales = to_tensor(*fields[1]), zero_points = to_tensor(*fields[2]);
+    const auto axis = static_cast<std::size_t>(to_size(*fields[3]));
     check_format(axis < sizes.size() && scales.dim() == 1 && scales.size(0) == sizes[axis] &&
                      scales.is_floating_point() && zero_points.scalar_type() == at::kLong &&
                      zero_points.sizes() == scales.sizes(),
-                 "it has a quantized tensor whose scales do not fit its shape");
+                 "it has a quantized tensor whose scales do not match its shape");
     auto empty = std::vector<std::int64_t>(sizes.size(), 0);
     return at::_empty_per_channel_affine_quantized(empty, scales.clone(), zero_points.clone(),
                                                    static_cast<std::int64_t>(axis), options);
@@ -508,7 +513,7 @@ class PickleReader {
 
   static void set_metadata(const at::Tensor& tensor, const c10::IValue& metadata) {
     if (metadata.isNone()) return;
-    check_format(metadata.isGenericDict(), "it has a tensor with metadata that is no dict");
+    check_format(metadata.isGenericDict(), "it has a tensor whose metadata is not a dict");
     for (const auto& entry : metadata.toGenericDict()) {
       const std::string key = entry.key().isString() ? entry.key().toStringRef() : "";
       check_format((key == "conj" || key == "neg") && entry.value().isBool(),
@@ -518,13 +523,13 @@ class PickleReader {
     }
   }
 
-  static constexpr const char* kOutOfBounds = "a tensor is longer than its bytes";
+  static constexpr const char* kOutOfBounds = "a tensor is out of bounds of its storage";
 
   std::string_view rest_;
   ReadStorage read_storage_;
   std::uint64_t budget_;
   std::vector<ItemPtr> stack_;
-  std::map<std::uint64_t, ItemPtr> memo_;  // whatever the indices are, a lookup is short
+  std::map<std::uint64_t, ItemPtr> memo_;  // not a hash map: lookups are O(log n) for any indices
 };
 
 }  // namespace detail

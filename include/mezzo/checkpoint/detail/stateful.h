@@ -40,12 +40,12 @@ class InputArchive;
 class OutputArchive;
 }  // namespace torch::serialize
 
-// The objects of a training state, and how each is made by its type. What does not depend on the
-// type is compiled with checkpoint_impl.h.
+// Saving and loading of each supported type. Code that does not depend on the type is in
+// object_entries.h and optimizer_entry.h, and compiled with checkpoint_inl.h.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// Returns the message of the exception that is being handled.
+/// Returns the message of the current exception.
 inline std::string current_exception_message() {
   try {
     throw;
@@ -54,11 +54,11 @@ inline std::string current_exception_message() {
   } catch (const std::exception& error) {
     return error.what();
   } catch (...) {
-    return "an exception of a type of its own";
+    return "unknown exception";
   }
 }
 
-/// Returns what Python calls the type of `value`, for errors.
+/// Returns Python's name for the type of `value`, for error messages.
 inline std::string describe_type(const c10::IValue& value) {
   if (value.isTensor()) return "a tensor";
   if (value.isBool()) return "a bool";
@@ -70,43 +70,42 @@ inline std::string describe_type(const c10::IValue& value) {
   return "a " + value.tagKind();
 }
 
-/// The names of the parameters of a state's modules: "model.0.weight"; of several, the first.
+/// Fully qualified names of the parameters of all modules: "model.0.weight". A parameter with
+/// several names has the alphabetically first one.
 using ParameterFqns = std::unordered_map<const c10::TensorImpl*, std::string>;
 
-/// One object of a training state. A value is a number, a string, a tensor, or lists and dicts of
-/// them: what Python reads.
+/// Saves and loads one object. Values are numbers, strings, tensors, and lists and dicts of them.
 struct Stateful {
-  using Apply = std::function<void()>;
+  using ApplyFn = std::function<void()>;
 
-  /// Returns the object's value, with the object's own tensors, not copies of them. May call
-  /// collectives (ShardedOptimizer).
+  /// Returns the object's value. Tensors are not copied. May call collectives (ShardedOptimizer).
   std::function<c10::IValue(const ParameterFqns& names)> save;
-  /// Checks a value, and returns a function that gives it to the object. Does not change the object
-  /// itself. The tensors of a value are views of the file.
-  std::function<Apply(const c10::IValue& value, const ParameterFqns& names)> load;
-  /// Returns the parameters of a module with their names; null for other objects.
+  /// Checks a value without changing the object, and returns a function that loads it. Tensors of
+  /// the value alias the file.
+  std::function<ApplyFn(const c10::IValue& value, const ParameterFqns& names)> load;
+  /// Returns the named parameters of a module; null for other objects.
   std::function<TensorsByName()> parameters = nullptr;
-  /// Returns the tensors of a module under the names of its state_dict; null for other objects.
+  /// Returns the tensors of a module by their state_dict keys; null for other objects.
   std::function<TensorsByName()> state_dict = nullptr;
-  /// Whether the object goes through torch's archives, as a schedule does. Such an object is loaded
-  /// after others: loading an optimizer replaces the learning rates that its schedule has set.
+  /// Whether the object serializes through torch archives. Such objects are loaded last, because
+  /// loading an optimizer overwrites the learning rates that its schedule has set.
   bool is_archive = false;
 };
 
 struct CheckpointEntry {
   std::string name;
   Stateful stateful;
-  bool is_per_rank = false;  ///< each rank has its own
+  bool is_per_rank = false;
 };
 
 inline ParameterFqns get_parameter_fqns(const std::vector<CheckpointEntry>& entries) {
   ParameterFqns names;
-  for (const CheckpointEntry& one : entries) {
-    if (!one.stateful.parameters) continue;
-    for (const auto& [name, parameter] : one.stateful.parameters()) {
-      std::string whole = one.name + "." + name;
-      std::string& known = names.try_emplace(parameter.unsafeGetTensorImpl(), whole).first->second;
-      known = std::min(known, whole);
+  for (const CheckpointEntry& entry : entries) {
+    if (!entry.stateful.parameters) continue;
+    for (const auto& [name, parameter] : entry.stateful.parameters()) {
+      const std::string fqn = entry.name + "." + name;
+      std::string& first = names.try_emplace(parameter.unsafeGetTensorImpl(), fqn).first->second;
+      first = std::min(first, fqn);
     }
   }
   return names;
@@ -117,7 +116,7 @@ using PythonDict = c10::impl::GenericDict;
 inline PythonDict make_dict() { return PythonDict(c10::AnyType::get(), c10::AnyType::get()); }
 inline c10::impl::GenericList make_list() { return c10::impl::GenericList(c10::AnyType::get()); }
 
-/// Returns the value under `key`, None where `dict` is no dict or has no such key.
+/// Returns the value of `key`, or None if `dict` is not a dict or does not have the key.
 inline c10::IValue get_item(const c10::IValue& dict, const c10::IValue& key) {
   if (!dict.isGenericDict()) return {};
   const auto items = dict.toGenericDict();
@@ -125,11 +124,11 @@ inline c10::IValue get_item(const c10::IValue& dict, const c10::IValue& key) {
   return found == items.end() ? c10::IValue() : found->value();
 }
 
-// Defined in object_parts.h.
+// Defined in object_entries.h and optimizer_entry.h.
 Stateful make_stateful_module(const std::function<std::shared_ptr<torch::nn::Module>()>& find);
 Stateful make_stateful_optimizer(const std::function<OptimizerRef()>& find);
-Stateful make_stateful_archive(const std::function<void(torch::serialize::OutputArchive&)>& put,
-                               const std::function<void(torch::serialize::InputArchive&)>& take,
+Stateful make_stateful_archive(const std::function<void(torch::serialize::OutputArchive&)>& write,
+                               const std::function<void(torch::serialize::InputArchive&)>& read,
                                const std::function<void(torch::serialize::InputArchive&)>& check);
 Stateful make_stateful_tensor(at::Tensor& tensor);
 Stateful make_stateful_tensors(std::vector<at::Tensor>& tensors);
@@ -138,7 +137,7 @@ Stateful make_stateful_rng();
 
 template <class T>
 concept OptimizerRefConvertible = std::convertible_to<T&, OptimizerRef>;
-/// A pointer to an optimizer, of any kind.
+/// A raw or smart pointer to an optimizer.
 template <class T>
 concept OptimizerRefPointer = requires(const T& pointer) {
   OptimizerRef(*pointer);
@@ -152,7 +151,7 @@ concept ArchiveSerializable = requires(torch::serialize::OutputArchive& output,
   input >> object;
 };
 
-/// A random engine of the standard library, such as std::mt19937, with stream operators.
+/// A standard library random engine, such as std::mt19937.
 template <class T>
 concept RandomEngine = std::uniform_random_bit_generator<T> &&
     requires(std::ostream& output, std::istream& input, T& engine) {
@@ -168,20 +167,21 @@ requires(std::floating_point<T> ||
     : std::true_type {
 };
 
-/// Named numbers, such as a GradScaler::StateDict.
+/// Numbers by name, such as a GradScaler::StateDict.
 template <class T>
 concept NumericMap = std::same_as<T, std::map<std::string, double>>;
 
-inline void check_value(bool is_right, const c10::IValue& value, const char* wanted) {
-  TORCH_CHECK(is_right, "it is ", describe_type(value), " in the file, and ", wanted, " here");
+inline void check_type(bool matches, const c10::IValue& value, const char* expected) {
+  TORCH_CHECK(matches, "type mismatch: ", describe_type(value), " in the checkpoint, ", expected,
+              " in the current state");
 }
 
-/// Numbers and the like, which a file holds as they are.
+/// Types that are stored by value.
 template <class T>
 concept PlainValue = std::integral<T> || std::floating_point<T> || std::same_as<T, std::string> ||
     RandomEngine<T> || IsNumericVector<T>::value || NumericMap<T>;
 
-/// The type in which a file stores an integer or a real number.
+/// Type in which a number of type T is stored.
 template <class T>
 using StoredNumber = std::conditional_t<std::integral<T>, std::int64_t, double>;
 
@@ -205,7 +205,7 @@ c10::IValue to_ivalue(const T& object) {
     return object;
   } else if constexpr (std::integral<T>) {
     TORCH_CHECK(is_representable<std::int64_t>(object), "the integer ", object,
-                " is beyond std::int64_t; save it as a string, or in two parts");
+                " does not fit in std::int64_t; save it as a string, or as two integers");
     return static_cast<std::int64_t>(object);
   } else if constexpr (std::floating_point<T>) {
     static_assert(sizeof(T) <= sizeof(double));
@@ -216,75 +216,76 @@ c10::IValue to_ivalue(const T& object) {
     PythonDict numbers = make_dict();
     for (const auto& [name, number] : object) numbers.insert(name, number);
     return numbers;
-  } else {  // as a tensor, for it may be as long as a data set
+  } else {  // as a tensor, because it may have an element for each sample
     using Wide = StoredNumber<typename T::value_type>;
-    std::vector<Wide> all;
-    for (const auto value : object) all.push_back(to_ivalue(value).template to<Wide>());
-    return at::tensor(all, c10::CppTypeToScalarType<Wide>::value);
+    std::vector<Wide> numbers;
+    for (const auto value : object) numbers.push_back(to_ivalue(value).template to<Wide>());
+    return at::tensor(numbers, c10::CppTypeToScalarType<Wide>::value);
   }
 }
 
-/// Returns the value of an object of type T. \throws c10::Error if it is another type's
+/// Converts a stored value to T. \throws c10::Error for a value of another type
 template <PlainValue T>
 T from_ivalue(const c10::IValue& value) {
   if constexpr (std::same_as<T, bool>) {
-    check_value(value.isBool(), value, "a bool");
+    check_type(value.isBool(), value, "a bool");
     return value.toBool();
   } else if constexpr (std::same_as<T, std::string>) {
-    check_value(value.isString(), value, "a string");
+    check_type(value.isString(), value, "a string");
     return value.toStringRef();
   } else if constexpr (std::integral<T>) {
-    check_value(value.isInt(), value, "an integer");
-    TORCH_CHECK(is_representable<T>(value.toInt()), "the file has the integer ", value.toInt(),
-                ", which the variable's type cannot hold; load it into a std::int64_t");
+    check_type(value.isInt(), value, "an integer");
+    TORCH_CHECK(is_representable<T>(value.toInt()), "the integer ", value.toInt(),
+                " in the checkpoint is out of range for the variable; load it into a std::int64_t");
     return static_cast<T>(value.toInt());
   } else if constexpr (std::floating_point<T>) {
-    check_value(value.isDouble() || value.isInt(), value, "a real number");
+    check_type(value.isDouble() || value.isInt(), value, "a real number");
     const double number = value.toScalar().toDouble();
     TORCH_CHECK(is_nonfinite(number) ||
                     std::abs(number) <= static_cast<double>(std::numeric_limits<T>::max()),
-                "the file has the real number ", number,
-                ", which the variable's type cannot hold; load it into a double");
+                "the real number ", number,
+                " in the checkpoint is out of range for the variable; load it into a double");
     return static_cast<T>(number);
   } else if constexpr (RandomEngine<T>) {
-    check_value(value.isString(), value, "an engine's text");
+    check_type(value.isString(), value, "the state of a random engine");
     T engine;
     std::istringstream stream(value.toStringRef());
     stream.imbue(std::locale::classic());
     stream >> engine;
     TORCH_CHECK(stream && engine_to_string(engine) == value.toStringRef(),
-                "the file has the state of another engine; add one of the type that was saved");
+                "the checkpoint has the state of another random engine; add an engine of the saved "
+                "type");
     return engine;
   } else if constexpr (NumericMap<T>) {
-    check_value(value.isGenericDict(), value, "a dict of numbers");
+    check_type(value.isGenericDict(), value, "a dict of numbers");
     T numbers;
     for (const auto& entry : value.toGenericDict()) {
-      check_value(entry.key().isString(), entry.key(), "a name");
+      check_type(entry.key().isString(), entry.key(), "a string");
       numbers[entry.key().toStringRef()] = from_ivalue<double>(entry.value());
     }
     return numbers;
   } else {
     using Wide = StoredNumber<typename T::value_type>;
-    const bool fits = value.isTensor() && value.toTensor().layout() == at::kStrided &&
-                      value.toTensor().scalar_type() == c10::CppTypeToScalarType<Wide>::value;
-    check_value(fits, value,
-                std::integral<typename T::value_type> ? "a vector of integers"
-                                                      : "a vector of real numbers");
-    const at::Tensor read = value.toTensor().contiguous();
-    const auto* const begin = read.const_data_ptr<Wide>();
-    T all;
-    for (std::int64_t i = 0; i < read.numel(); ++i) {
-      all.push_back(from_ivalue<typename T::value_type>(begin[i]));
+    const bool matches = value.isTensor() && value.toTensor().layout() == at::kStrided &&
+                         value.toTensor().scalar_type() == c10::CppTypeToScalarType<Wide>::value;
+    check_type(matches, value,
+               std::integral<typename T::value_type> ? "a vector of integers"
+                                                     : "a vector of real numbers");
+    const at::Tensor saved = value.toTensor().contiguous();
+    const auto* const elements = saved.const_data_ptr<Wide>();
+    T numbers;
+    for (std::int64_t i = 0; i < saved.numel(); ++i) {
+      numbers.push_back(from_ivalue<typename T::value_type>(elements[i]));
     }
-    return all;
+    return numbers;
   }
 }
 
 template <class T>
 Stateful make_stateful(T& object) {
   static_assert(!std::is_const_v<T>,
-                "mezzo::TrainingState::add: the object is const, and loading a checkpoint changes "
-                "it; add one that is not const");
+                "mezzo::TrainingState::add: the object is const, but loading a checkpoint modifies "
+                "it; add a non-const object");
   if constexpr (ModelHandle<T> || ModuleVariable<T>) {
     return make_stateful_module([&object] { return module_pointer(object); });
   } else if constexpr (OptimizerRefConvertible<T>) {
@@ -293,7 +294,7 @@ Stateful make_stateful(T& object) {
     return make_stateful_optimizer([&object] {
       TORCH_CHECK(object != nullptr,
                   "TrainingState::add: the pointer to an optimizer is null; construct the "
-                  "optimizer before it is added");
+                  "optimizer first");
       return OptimizerRef(*object);
     });
   } else if constexpr (std::derived_from<T, at::Tensor>) {
@@ -306,17 +307,17 @@ Stateful make_stateful(T& object) {
     return {.save = [&object](const ParameterFqns&) { return to_ivalue(object); },
             .load =
                 [&object](const c10::IValue& value, const ParameterFqns&) {
-                  return [&object, ready = std::make_shared<T>(from_ivalue<T>(value))] {
-                    object = std::move(*ready);
+                  return [&object, loaded = std::make_shared<T>(from_ivalue<T>(value))] {
+                    object = std::move(*loaded);
                   };
                 }};
   } else {
     static_assert(
         ArchiveSerializable<T>,
-        "mezzo::TrainingState::add: torch::save and torch::load cannot take this type; add "
-        "modules, optimizers, tensors, numbers, vectors of numbers, strings and generators, give "
-        "two callables that save and load one of these (add(name, save, load)), or give the type "
-        "operator<< and operator>> for torch::serialize archives, and include its header and "
+        "mezzo::TrainingState::add: torch::save and torch::load do not accept this type; add "
+        "modules, optimizers, tensors, numbers, vectors of numbers, strings and generators, pass "
+        "two callables that save and load one of these (add(name, save, load)), or define "
+        "operator<< and operator>> for torch::serialize archives, and include their header and "
         "<torch/serialize/archive.h>");
     return make_stateful_archive(
         [&object](torch::serialize::OutputArchive& archive) { archive << std::as_const(object); },
@@ -329,13 +330,13 @@ Stateful make_stateful(T& object) {
   }
 }
 
-/// Makes a part of two callables: the value that `save` returns is stored, and given to `load`.
+/// Stores the value that `save` returns, and passes it to `load`.
 template <class Save, class Load>
 Stateful make_stateful_from_callables(Save save, Load load) {
   using Value = std::decay_t<std::invoke_result_t<Save&>>;
   static_assert(std::invocable<Load&, Value>,
-                "mezzo::TrainingState::add: load does not take what save returns; let save() "
-                "return a number, string, tensor or vector of numbers, and load take it");
+                "mezzo::TrainingState::add: load is not callable with what save returns; return a "
+                "number, string, tensor or vector of numbers from save, and accept it in load");
   const auto value = std::make_shared<Value>();
   const Stateful stateful = make_stateful(*value);
   return {.save =

@@ -11,25 +11,25 @@
 #include <string>
 #include <string_view>
 
-// Reads the zips that torch.save writes, whose files are not compressed. Every offset and size is
-// checked against the size of the zip, and nothing is copied or decompressed, so that a small zip
-// cannot allocate much memory. libtorch's own reader decompresses some files when it opens a zip.
+// Reads the uncompressed zip archives that torch.save writes. Every offset and size is checked
+// against the size of the archive, and nothing is copied or decompressed, so that a small file
+// cannot allocate much memory. libtorch's reader decompresses some entries at open.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// \throws c10::Error with `words` unless `holds`
-template <class... Words>
-void check_format(bool holds, const Words&... words) {
-  if (holds) return;
-  TORCH_CHECK(false, "it is not as torch.save writes files: ", words...,
-              "; load an earlier file, or save this one anew");
+/// \throws c10::Error with `message` unless `condition`
+template <class... Message>
+void check_format(bool condition, const Message&... message) {
+  if (condition) return;
+  TORCH_CHECK(false, "invalid torch.save format: ", message...,
+              "; load an earlier checkpoint, or save it again");
 }
 
-/// Returns the little-endian number of `size` bytes at `offset`.
-/// \throws c10::Error unless all of it lies in `bytes`
+/// Returns the little-endian integer of `size` bytes at `offset`.
+/// \throws c10::Error if out of bounds
 inline std::uint64_t read_little_endian(std::string_view bytes, std::uint64_t offset,
                                         std::size_t size) {
-  check_format(offset <= bytes.size() && size <= bytes.size() - offset, "it is cut off");
+  check_format(offset <= bytes.size() && size <= bytes.size() - offset, "it is truncated");
   std::uint64_t number = 0;
   for (std::size_t i = size; i > 0; --i) {
     number = number << 8 | static_cast<unsigned char>(bytes[offset + i - 1]);
@@ -37,44 +37,46 @@ inline std::uint64_t read_little_endian(std::string_view bytes, std::uint64_t of
   return number;
 }
 
-/// The files in a zip by name, without the directory that holds all of them.
+/// The entries of a zip archive by name, without their common top-level directory.
 class ZipDirectory {
  public:
-  /// Reads the central directory of `zip`, which ends with a comment of `comment` bytes.
-  /// \throws c10::Error for bytes that are no such zip
-  ZipDirectory(std::string_view zip, std::size_t comment) : zip_(zip) {
+  /// Reads the central directory of `zip`, which ends with a comment of `comment_size` bytes.
+  /// \throws c10::Error for a malformed archive
+  ZipDirectory(std::string_view zip, std::size_t comment_size) : zip_(zip) {
     constexpr std::size_t kEnd = 22, kLocator = 20;
-    check_format(zip.size() >= comment + kEnd, "it is cut off");
-    const std::size_t end = zip.size() - comment - kEnd;
+    check_format(zip.size() >= comment_size + kEnd, "it is truncated");
+    const std::size_t end = zip.size() - comment_size - kEnd;
     check_format(read_little_endian(zip, end, 4) == 0x06054b50 &&
-                     read_little_endian(zip, end + 20, 2) == comment,
-                 "it does not end as a zip file does");
+                     read_little_endian(zip, end + 20, 2) == comment_size,
+                 "it lacks the end-of-central-directory record");
     std::uint64_t size = read_little_endian(zip, end + 12, 4),
                   offset = read_little_endian(zip, end + 16, 4);
     if (end >= kLocator && read_little_endian(zip, end - kLocator, 4) == 0x07064b50) {
-      const std::uint64_t wide = read_little_endian(zip, end - kLocator + 8, 8);
-      check_format(read_little_endian(zip, wide, 4) == 0x06064b50, "its end is corrupt");
-      size = read_little_endian(zip, wide + 40, 8), offset = read_little_endian(zip, wide + 48, 8);
+      const std::uint64_t zip64_end = read_little_endian(zip, end - kLocator + 8, 8);
+      check_format(read_little_endian(zip, zip64_end, 4) == 0x06064b50,
+                   "its zip64 end record is corrupt");
+      size = read_little_endian(zip, zip64_end + 40, 8),
+      offset = read_little_endian(zip, zip64_end + 48, 8);
     }
-    check_format(offset <= end && size <= end - offset, "its directory is cut off");
+    check_format(offset <= end && size <= end - offset, "its central directory is truncated");
     for (std::string_view rest = zip.substr(offset, size); !rest.empty();) read_entry(rest);
   }
 
-  /// Returns whether there is a file of this name.
+  /// Returns whether there is an entry of this name.
   bool has(const std::string& name) const { return entries_.find(name) != entries_.end(); }
 
-  /// Returns the bytes of a file.
-  /// \throws c10::Error if there is none, or it is compressed or cut off
+  /// Returns the bytes of an entry.
+  /// \throws c10::Error if it does not exist, is compressed or is truncated
   std::string_view at(const std::string& name) const {
     const auto found = entries_.find(name);
-    check_format(found != entries_.end(), "it lacks the file \"", name, "\"");
+    check_format(found != entries_.end(), "it lacks the entry \"", name, "\"");
     const Entry& entry = found->second;
-    TORCH_CHECK(!entry.is_compressed, name, " is compressed; save it anew");
+    TORCH_CHECK(!entry.is_compressed, name, " is compressed; save it again");
     check_format(read_little_endian(zip_, entry.offset, 4) == 0x04034b50, "the header of ", name,
                  " is corrupt");
     const std::uint64_t begin = entry.offset + 30 + read_little_endian(zip_, entry.offset + 26, 2) +
                                 read_little_endian(zip_, entry.offset + 28, 2);
-    check_format(begin <= zip_.size() && entry.size <= zip_.size() - begin, name, " is cut off");
+    check_format(begin <= zip_.size() && entry.size <= zip_.size() - begin, name, " is truncated");
     return zip_.substr(begin, entry.size);
   }
 
@@ -84,34 +86,35 @@ class ZipDirectory {
     bool is_compressed;
   };
 
-  /// Reads one entry of the central directory, and removes it from `rest`.
+  /// Reads one entry of the central directory and removes it from `rest`.
   void read_entry(std::string_view& rest) {
     constexpr std::size_t kHeader = 46;
-    constexpr std::uint64_t kWide = 0xFFFFFFFF;  // the number stands in the extra field
-    check_format(read_little_endian(rest, 0, 4) == 0x02014b50, "its directory is corrupt");
+    constexpr std::uint64_t kZip64 = 0xFFFFFFFF;  // the value is in the zip64 extra field
+    check_format(read_little_endian(rest, 0, 4) == 0x02014b50, "its central directory is corrupt");
     const std::uint64_t name_size = read_little_endian(rest, 28, 2),
                         extra_size = read_little_endian(rest, 30, 2);
-    const std::uint64_t all = kHeader + name_size + extra_size + read_little_endian(rest, 32, 2);
-    check_format(all <= rest.size(), "its directory is cut off");
+    const std::uint64_t total_size =
+        kHeader + name_size + extra_size + read_little_endian(rest, 32, 2);
+    check_format(total_size <= rest.size(), "its central directory is truncated");
     Entry entry{read_little_endian(rest, 42, 4), read_little_endian(rest, 24, 4),
                 read_little_endian(rest, 10, 2) != 0};
-    std::uint64_t stored = read_little_endian(rest, 20, 4);
+    std::uint64_t compressed_size = read_little_endian(rest, 20, 4);
     for (std::string_view extra = rest.substr(kHeader + name_size, extra_size);
          extra.size() >= 4;) {
       const std::uint64_t size = read_little_endian(extra, 2, 2);
       std::uint64_t at = 4;
-      for (std::uint64_t* const number : {&entry.size, &stored, &entry.offset}) {
-        if (read_little_endian(extra, 0, 2) != 1 || *number != kWide) continue;
-        *number = read_little_endian(extra, at, 8), at += 8;
+      for (std::uint64_t* const field : {&entry.size, &compressed_size, &entry.offset}) {
+        if (read_little_endian(extra, 0, 2) != 1 || *field != kZip64) continue;
+        *field = read_little_endian(extra, at, 8), at += 8;
       }
       extra.remove_prefix(std::min<std::uint64_t>(extra.size(), 4 + size));
     }
-    entry.is_compressed = entry.is_compressed || stored != entry.size;
+    entry.is_compressed = entry.is_compressed || compressed_size != entry.size;
     const std::string_view name = rest.substr(kHeader, name_size);
     const std::size_t directory = name.find('/');  // npos + 1 is 0
     const bool is_new = entries_.emplace(name.substr(directory + 1), entry).second;
-    check_format(is_new, "it has two files of the name ", name);
-    rest.remove_prefix(all);
+    check_format(is_new, "it has two entries named ", name);
+    rest.remove_prefix(total_size);
   }
 
   std::string_view zip_;

@@ -1,5 +1,5 @@
 /// \file
-/// What mezzo asks of a c10d backend, and how ranks find out that they differ.
+/// Blocking collectives of tensors and strings over a c10d backend, and checks that ranks agree.
 #pragma once
 
 #include <mezzo/base/detail/autocast_mode.h>
@@ -39,12 +39,12 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 inline BackendPtr check_backend(BackendPtr backend, const char* caller) {
   TORCH_CHECK(
       backend, caller,
-      ": `backend` is null; give a c10d backend, such as a MpiBackend, a ProcessGroupNCCL or "
+      ": `backend` is null; pass a c10d backend, such as an MpiBackend, a ProcessGroupNCCL or "
       "process_group->getBackend(torch::kCUDA)");
   return backend;
 }
 
-/// Begins an all-reduce of `tensor`, which is contiguous.
+/// Starts an all-reduce of a contiguous tensor.
 inline WorkPtr all_reduce(const BackendPtr& backend, const at::Tensor& tensor,
                           c10d::ReduceOp::RedOpType reduction = c10d::ReduceOp::SUM) {
   std::vector<at::Tensor> tensors = {tensor};
@@ -53,19 +53,19 @@ inline WorkPtr all_reduce(const BackendPtr& backend, const at::Tensor& tensor,
   return backend->allreduce(tensors, options);
 }
 
-/// Writes the ranks' inputs to `output`, `size` times as long, in the order of the ranks. Waits.
+/// Gathers the inputs of all ranks in `output`, in rank order. Blocks.
 inline void all_gather(const BackendPtr& backend, const at::Tensor& output,
                        const at::Tensor& input) {
-  at::Tensor to = output.view({-1}), from = input.view({-1});  // Gloo takes no other shape
+  at::Tensor to = output.view({-1}), from = input.view({-1});  // Gloo requires 1-D tensors
   backend->_allgather_base(to, from)->wait();
 }
 
-/// Gives all ranks the root's values of `tensors`, which have the same shapes on all ranks: some 25
-/// MiB of one device and dtype at a time. Waits.
+/// Broadcasts `tensors`, whose shapes are equal on all ranks, from `root`. Coalesces tensors of one
+/// device and dtype in messages of about 25 MiB. Blocks.
 inline void broadcast(const BackendPtr& backend, const std::vector<at::Tensor>& tensors, int root) {
   if (backend->getSize() == 1) return;
   const c10::NoGradGuard no_grad;
-  const auto send = [&](const std::vector<at::Tensor>& pack) {
+  const auto broadcast_coalesced = [&](const std::vector<at::Tensor>& pack) {
     std::vector<at::Tensor> flat = {at::flatten_dense_tensors(pack)};
     c10d::BroadcastOptions options;
     options.rootRank = root;
@@ -75,63 +75,65 @@ inline void broadcast(const BackendPtr& backend, const std::vector<at::Tensor>& 
       for (std::size_t i = 0; i < pack.size(); ++i) pack[i].copy_(parts[i]);
     }
   };
-  // All ranks must broadcast in the same order: that in which devices and dtypes first occur, not
-  // that of device names, since the first device of one rank may be the second of another.
+  // All ranks must use the same order of messages: the order in which devices and dtypes first
+  // occur, because device indices may differ between ranks.
   TensorGroups<> groups;
   for (const at::Tensor& tensor : tensors) groups.get(tensor).push_back(tensor.detach());
   for (const auto& [device, dtype, all] : groups) {
-    for (const auto& pack : torch::utils::take_tensors(all, std::size_t{25} << 20))
-      send(pack.tensors);
+    for (const auto& pack : torch::utils::take_tensors(all, std::size_t{25} << 20)) {
+      broadcast_coalesced(pack.tensors);
+    }
   }
   if (backend->getRank() != root) clear_autocast_cache();
 }
 
-/// Returns a device whose tensors the backend takes, for messages of mezzo's own.
+/// Returns a device that the backend supports, for internal messages.
 inline at::Device get_message_device(const c10d::Backend& backend) {
   return backend.getBackendName() == "nccl" ? at::kCUDA : at::kCPU;
 }
 
-/// Returns rank `from`'s text on all ranks.
-inline std::string broadcast_string(const BackendPtr& backend, std::string text, int from) {
-  constexpr std::size_t kMost = std::size_t{1} << 28;
+/// Broadcasts a string from rank `root`. Blocks.
+inline std::string broadcast_string(const BackendPtr& backend, std::string text, int root) {
+  constexpr std::size_t kMaxBytes = std::size_t{1} << 28;
   const at::Device device = get_message_device(*backend);
   const at::Tensor length = at::tensor({static_cast<int64_t>(text.size())}).to(device);
-  broadcast(backend, {length}, from);
+  broadcast(backend, {length}, root);
   text.resize(static_cast<std::size_t>(length.item<int64_t>()));
-  for (std::size_t begin = 0; begin < text.size(); begin += kMost) {
-    const std::size_t count = std::min(kMost, text.size() - begin);
-    const at::Tensor here = at::empty({static_cast<int64_t>(count)}, at::kByte);
-    std::copy_n(text.data() + begin, count, static_cast<char*>(here.mutable_data_ptr()));
-    const at::Tensor bytes = here.to(device);
-    broadcast(backend, {bytes}, from);
-    std::copy_n(static_cast<const char*>(bytes.cpu().const_data_ptr()), count, text.data() + begin);
+  for (std::size_t begin = 0; begin < text.size(); begin += kMaxBytes) {
+    const std::size_t size = std::min(kMaxBytes, text.size() - begin);
+    const at::Tensor chunk = at::empty({static_cast<int64_t>(size)}, at::kByte);
+    std::copy_n(text.data() + begin, size, static_cast<char*>(chunk.mutable_data_ptr()));
+    const at::Tensor bytes = chunk.to(device);
+    broadcast(backend, {bytes}, root);
+    std::copy_n(static_cast<const char*>(bytes.cpu().const_data_ptr()), size, text.data() + begin);
   }
   return text;
 }
 
-/// Returns every rank's text, on every rank.
+/// Returns the strings of all ranks, in rank order. Blocks.
 inline std::vector<std::string> all_gather_strings(const BackendPtr& backend,
-                                                   const std::string& own) {
+                                                   const std::string& text) {
   const at::Device device = get_message_device(*backend);
-  const int64_t size = backend->getSize();
-  const at::Tensor lengths = at::empty({size}, at::TensorOptions(at::kLong).device(device));
-  all_gather(backend, lengths, at::tensor({static_cast<int64_t>(own.size())}).to(device));
-  const at::Tensor lengths_here = lengths.cpu();
-  const at::Tensor padded = at::zeros({lengths_here.max().item<int64_t>()}, at::kByte);
-  std::copy(own.begin(), own.end(), static_cast<char*>(padded.mutable_data_ptr()));
-  const at::Tensor all =
-      at::empty({size, padded.numel()}, at::TensorOptions(at::kByte).device(device));
-  all_gather(backend, all, padded.to(device));
-  const at::Tensor all_here = all.cpu();
+  const int64_t world_size = backend->getSize();
+  const at::Tensor device_lengths =
+      at::empty({world_size}, at::TensorOptions(at::kLong).device(device));
+  all_gather(backend, device_lengths, at::tensor({static_cast<int64_t>(text.size())}).to(device));
+  const at::Tensor lengths = device_lengths.cpu();
+  const at::Tensor padded = at::zeros({lengths.max().item<int64_t>()}, at::kByte);
+  std::copy(text.begin(), text.end(), static_cast<char*>(padded.mutable_data_ptr()));
+  const at::Tensor device_bytes =
+      at::empty({world_size, padded.numel()}, at::TensorOptions(at::kByte).device(device));
+  all_gather(backend, device_bytes, padded.to(device));
+  const at::Tensor bytes = device_bytes.cpu();
   std::vector<std::string> texts;
-  for (int64_t rank = 0; rank < size; ++rank) {
-    texts.emplace_back(static_cast<const char*>(all_here[rank].const_data_ptr()),
-                       static_cast<std::size_t>(lengths_here[rank].item<int64_t>()));
+  for (int64_t rank = 0; rank < world_size; ++rank) {
+    texts.emplace_back(static_cast<const char*>(bytes[rank].const_data_ptr()),
+                       static_cast<std::size_t>(lengths[rank].item<int64_t>()));
   }
   return texts;
 }
 
-/// Calls `f`. Returns the message of what it threw; empty if it did not throw.
+/// Calls `f`, and returns the message of the exception that it threw, or an empty string.
 template <class F>
 std::string get_error_message(const F& f) {
   try {
@@ -142,11 +144,11 @@ std::string get_error_message(const F& f) {
   } catch (const std::exception& error) {
     return error.what();
   } catch (...) {
-    return "an exception of a type of its own";
+    return "unknown exception";
   }
 }
 
-/// Throws, on all ranks, the text of the first rank whose `failure` is not empty.
+/// Throws on all ranks if `failure` is not empty on one of them, with the message of the first.
 inline void throw_if_any_rank_failed(const BackendPtr& backend, const char* caller,
                                      const std::string& failure) {
   const std::vector<std::string> failures = all_gather_strings(backend, failure);
@@ -156,7 +158,7 @@ inline void throw_if_any_rank_failed(const BackendPtr& backend, const char* call
   }
 }
 
-/// Calls `f` on rank 0, and returns its text on all ranks; all throw what it throws.
+/// Calls `f` on rank 0, and returns its result on all ranks. If it throws, all ranks throw.
 template <class F>
 std::string run_on_rank0(const BackendPtr& backend, const char* caller, const F& f) {
   std::string text, failure;
@@ -165,19 +167,19 @@ std::string run_on_rank0(const BackendPtr& backend, const char* caller, const F&
   return all_gather_strings(backend, text)[0];
 }
 
-/// Throws, on all ranks, where one has another text than rank 0, naming the first lines that
-/// differ, and what to do.
+/// Throws on all ranks if `text` differs between ranks, naming the first rank and line that differ
+/// from rank 0, and `advice`.
 inline void check_equal_on_all_ranks(const BackendPtr& backend, const char* caller,
-                                     const std::string& own, const char* advice) {
-  const std::vector<std::string> texts = all_gather_strings(backend, own);
+                                     const std::string& text, const char* advice) {
+  const std::vector<std::string> texts = all_gather_strings(backend, text);
   for (std::size_t rank = 1; rank < texts.size(); ++rank) {
-    std::istringstream theirs(texts[rank]), wanted(texts[0]);
-    while (theirs || wanted) {
-      std::string line, line_of_0;
-      if (!std::getline(theirs, line)) line = "nothing more";
-      if (!std::getline(wanted, line_of_0)) line_of_0 = "nothing more";
-      TORCH_CHECK(line == line_of_0, caller, ": rank ", rank, " has \"", line,
-                  "\" where rank 0 has \"", line_of_0, "\"; ", advice);
+    std::istringstream stream(texts[rank]), expected_stream(texts[0]);
+    while (stream || expected_stream) {
+      std::string line, expected;
+      if (!std::getline(stream, line)) line = "nothing more";
+      if (!std::getline(expected_stream, expected)) expected = "nothing more";
+      TORCH_CHECK(line == expected, caller, ": rank ", rank, " has \"", line,
+                  "\" where rank 0 has \"", expected, "\"; ", advice);
     }
   }
 }

@@ -1,9 +1,9 @@
 /// \file
-/// The part of CUDA that mezzo's kernels use: threadIdx, blockIdx, blockDim, __syncthreads,
-/// __syncthreads_or, __shfl_down_sync with a full mask, __launch_bounds__, and the macros and host
-/// functions below. No atomics, no cooperative groups, and no dynamically sized shared memory. A
-/// host can therefore run the kernels: tests compile them with the host's compiler, and the header
-/// MEZZO_CUDA_EMULATION implements this part for a CPU.
+/// The subset of CUDA that mezzo's kernels use: threadIdx, blockIdx, blockDim, __syncthreads,
+/// __syncthreads_or, __shfl_down_sync and __shfl_xor_sync with a full mask, __launch_bounds__, and
+/// the macros and host functions below. No atomics, cooperative groups or dynamic shared memory.
+/// Tests compile the kernels with the host's compiler: the header MEZZO_CUDA_EMULATION implements
+/// this subset on a CPU.
 #pragma once
 
 #include <mezzo/base/version.h>
@@ -23,17 +23,16 @@
 
 #include <cstdint>
 
-/// Marks a kernel parameter that is too large for each thread to copy.
+/// Type of a kernel parameter that is too large for a copy per thread.
 #define MEZZO_GRID_CONSTANT(Type) const __grid_constant__ Type
 
-/// Unrolls the loop that follows, so that its arrays stay in registers.
+/// Unrolls the next loop, so that its arrays stay in registers.
 #define MEZZO_UNROLL _Pragma("unroll")
 
-/// Keeps the loop that follows rolled: unrolled it compiles slowly and runs no faster.
+/// Keeps the next loop rolled: unrolled it compiles slowly and runs no faster.
 #define MEZZO_NO_UNROLL _Pragma("unroll 1")
 
-/// Declares `Type& name` in the block's shared memory. No object is constructed: the threads assign
-/// one.
+/// Declares `Type& name` in shared memory, unconstructed: assign to it.
 #define MEZZO_SHARED(Type, name)                                     \
   __shared__ alignas(Type) unsigned char name##_bytes[sizeof(Type)]; \
   Type& name = *reinterpret_cast<Type*>(name##_bytes)
@@ -41,9 +40,9 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail::cuda {
 
-/// Returns whether mezzo's kernels serve tensors of `device`.
+/// Returns whether mezzo's kernels support tensors of `device`.
 inline bool supports(c10::Device device) { return device.is_cuda(); }
-/// Returns whether work on `device` can be captured into a graph.
+/// Returns whether `device` has graph captures.
 inline bool has_captures(c10::Device device) { return device.is_cuda(); }
 
 using Stream = cudaStream_t;
@@ -54,8 +53,8 @@ inline c10::Device current_device() { return {c10::kCUDA, c10::cuda::current_dev
 /// Returns the current stream of the current device.
 inline Stream current_stream() { return c10::cuda::getCurrentCUDAStream(); }
 
-/// Returns the number of the graph capture that this stream is part of; 0 for none, and in a thread
-/// without a context, which captures nothing.
+/// Returns the id of the graph capture of the current stream, or 0: also in a thread without a CUDA
+/// context, which cannot capture.
 inline uint64_t capture_id() {
   cudaStreamCaptureStatus status{};
   unsigned long long id = 0;
@@ -68,28 +67,27 @@ inline uint64_t capture_id() {
   return status == cudaStreamCaptureStatusNone ? 0 : id;
 }
 
-/// Sets this thread's capture mode, and returns the mode before.
+/// Sets this thread's capture mode. Returns the previous mode.
 inline int exchange_thread_capture_mode(int mode) {
-  auto exchanged = static_cast<cudaStreamCaptureMode>(mode);
-  C10_CUDA_CHECK(cudaThreadExchangeStreamCaptureMode(&exchanged));
-  return static_cast<int>(exchanged);
+  auto capture_mode = static_cast<cudaStreamCaptureMode>(mode);
+  C10_CUDA_CHECK(cudaThreadExchangeStreamCaptureMode(&capture_mode));
+  return static_cast<int>(capture_mode);
 }
 
-/// Lets this thread call what a capture forbids by default, such as allocations.
+/// Permits calls in this thread that invalidate a capture by default, such as allocations.
 struct RelaxedCaptureModeGuard {
   c10::cuda::CUDAStreamCaptureModeGuard guard{cudaStreamCaptureModeRelaxed};
 };
 
-/// Returns the address that kernels use for pinned memory of the host.
+/// Returns the device address of pinned host memory.
 inline void* device_address(void* pinned) {
-  const RelaxedCaptureModeGuard allowed;
+  const RelaxedCaptureModeGuard relaxed;
   void* address = nullptr;
   C10_CUDA_CHECK(cudaHostGetDevicePointer(&address, pinned, 0));
   return address;
 }
 
-/// Launches `blocks` blocks of `threads` threads of a kernel on `stream`. Does not wait.
-/// \throws c10::Error if CUDA refuses the launch
+/// Launches a kernel asynchronously on `stream`. \throws c10::Error if the launch fails
 template <auto kKernel, class... Args>
 static void launch(int64_t blocks, int threads, Stream stream, const Args&... args) {
   const dim3 grid(static_cast<unsigned>(blocks));
@@ -99,9 +97,11 @@ static void launch(int64_t blocks, int threads, Stream stream, const Args&... ar
   // clang-format on
   constexpr std::size_t kBytes = (sizeof(Args) + ... + 0);
   const cudaError_t error = cudaGetLastError();
-  TORCH_CHECK(kBytes <= 4096 || error != cudaErrorInvalidValue, "mezzo passes ", kBytes,
-              " bytes of arguments to a kernel, which this CUDA driver does not take; update it to "
-              "R530 (CUDA 12.1) or newer, or link mezzo::mezzo instead of mezzo::cuda");
+  TORCH_CHECK(kBytes <= 4096 || error != cudaErrorInvalidValue,
+              "CUDA error: invalid argument: this driver does not support kernel arguments of ",
+              kBytes,
+              " bytes; update it to R530 (CUDA 12.1) or newer, or link mezzo::mezzo instead "
+              "of mezzo::cuda");
   C10_CUDA_CHECK(error);
 }
 

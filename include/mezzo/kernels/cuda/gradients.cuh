@@ -1,13 +1,15 @@
 /// \file
-/// The kernels of gradients. One pass over all gradients unscales and checks them. One read of them
-/// sums up: each block writes a partial result to its own place, and another block merges them in
-/// order. There are no atomics: equal gradients give equal bits.
+/// Multi-tensor kernels of gradients. unscale_kernel multiplies and checks them in place.
+/// grad_stats_kernel reads them: each block writes a partial result, and one block of
+/// merge_grad_stats_kernel merges these in order. No atomics: results are deterministic.
 #pragma once
 
 #include <mezzo/base/version.h>
+#include <mezzo/kernels/cuda/aligned_vector.cuh>
 #include <mezzo/kernels/cuda/device.h>
-#include <mezzo/kernels/grad_stats_partial.h>
 #include <mezzo/kernels/multi_tensor_metadata.h>
+#include <mezzo/kernels/partial_grad_stats.h>
+#include <mezzo/kernels/unscale_functor.h>
 
 #include <cstdint>
 
@@ -17,40 +19,49 @@ namespace detail::cuda {
 inline constexpr int kGradThreads = 512;
 inline constexpr int kMergeThreads = 1024;
 
-/// Elements that one block reads: eight packs of 16 bytes for each thread.
+/// Elements per block: eight vectors of 16 bytes per thread.
 template <class Element>
 inline constexpr int kGradElementsPerBlock = kGradThreads * 16 * 8 / int{sizeof(Element)};
 
-/// The number of packs that a thread reads at once.
+/// Vectors that a thread loads at once.
 inline constexpr int kUnroll = 4;
 
-/// The largest number of elements whose squares are summed in float.
-inline constexpr int kMaxFloat32Squares = kUnroll * GradientPack<uint16_t>::kSize;
+/// 16 bytes of gradients.
+template <class Stored>
+using GradVector = AlignedVector<Stored, 16 / int{sizeof(Stored)}>;
 
-/// Returns whether a float sum of squares of finite numbers is accurate: nothing overflowed, and
-/// the squares below 2^-126 lost less than the rounding of the rest.
+template <class Stored>
+inline constexpr int kGradVectorSize = 16 / int{sizeof(Stored)};
+
+/// The most squares that are summed in float32.
+inline constexpr int kMaxFloat32Squares = kUnroll * kGradVectorSize<uint16_t>;
+
+/// Returns whether a float32 sum of squares is accurate: nothing overflowed, and squares below
+/// 2^-126 lost less than the rounding errors of the rest.
 __device__ inline bool is_accurate(float sum) { return sum >= 0x1p-102F && sum <= 0x1p127F; }
 
-/// Adds the squares of `values`. They are summed in float, within gamma(n) = n u / (1 - n u) of
-/// their sum, u = 2^-24; or in double if float is too narrow (inf, NaN, very large and very small
-/// numbers, which are rare).
+/// Adds the squares of `values`. They are summed in float32, with a relative error of at most
+/// gamma(n) = n u / (1 - n u), u = 2^-24; or in float64 where float32 is too narrow (inf, NaN, very
+/// large or very small values, which are rare).
 template <int kCount>
 __device__ void add_squares(const float (&values)[kCount], double& sum) {
-  float own = 0;
+  float float_sum = 0;
   MEZZO_UNROLL
-  for (int i = 0; i < kCount; ++i) ScalarVec<float>::fma(values[i], values[i], own, own);
-  if (is_accurate(own)) {
-    sum += static_cast<double>(own);
+  for (int i = 0; i < kCount; ++i) {
+    ScalarVec<float>::fma(values[i], values[i], float_sum, float_sum);
+  }
+  if (is_accurate(float_sum)) {
+    sum += static_cast<double>(float_sum);
     return;
   }
-  uint32_t all = 0;
+  uint32_t magnitudes = 0;
   MEZZO_UNROLL
   for (int i = 0; i < kCount; ++i) {
     uint32_t bits;
     reinterpret_bits(values[i], bits);
-    all |= bits << 1;
+    magnitudes |= bits << 1;
   }
-  if (all == 0) return;
+  if (magnitudes == 0) return;
   MEZZO_UNROLL
   for (int i = 0; i < kCount; ++i) add_square(values[i], sum);
 }
@@ -61,67 +72,67 @@ __device__ void add_squares(const double (&values)[kCount], double& sum) {
   for (int i = 0; i < kCount; ++i) add_square(values[i], sum);
 }
 
-/// A slice of a gradient as packs, with the elements before and after them.
+/// A chunk of a gradient as vectors, and the elements before and after them.
 template <class Stored>
-struct PackedSlice {
-  using Pack = GradientPack<Stored>;
+struct AlignedChunk {
+  using Vector = GradVector<Stored>;
+  static constexpr int kSize = kGradVectorSize<Stored>;
 
   Stored* data;
-  int64_t before;  ///< number of elements before the first address that a pack may have
-  int64_t packs;
-  int64_t rest;  ///< number of elements before and after the packs
+  int64_t before;  ///< elements before the first vector
+  int64_t num_vectors;
+  int64_t num_scalars;  ///< elements before and after the vectors
 
-  __device__ PackedSlice(void* memory, int64_t begin, int64_t end)
-      : data(static_cast<Stored*>(memory) + begin) {
-    const auto beyond = reinterpret_cast<uintptr_t>(data) % sizeof(Pack) / sizeof(Stored);
-    const int64_t own = beyond == 0 ? 0 : Pack::kSize - static_cast<int64_t>(beyond);
-    before = own < end - begin ? own : end - begin;
-    packs = (end - begin - before) / Pack::kSize;
-    rest = end - begin - packs * Pack::kSize;
+  __device__ AlignedChunk(void* tensor, int64_t begin, int64_t end)
+      : data(static_cast<Stored*>(tensor) + begin) {
+    const int64_t head = elements_before_vectors(data, sizeof(Stored), kSize);
+    before = head < end - begin ? head : end - begin;
+    num_vectors = (end - begin - before) / kSize;
+    num_scalars = end - begin - num_vectors * kSize;
   }
-  __device__ Pack* pack() const { return reinterpret_cast<Pack*>(data + before); }
-  __device__ Stored& outside(int64_t i) const {
-    return data[i < before ? i : i + packs * Pack::kSize];
+  __device__ Vector* vectors() const { return reinterpret_cast<Vector*>(data + before); }
+  __device__ Stored& scalar(int64_t i) const {
+    return data[i < before ? i : i + num_vectors * kSize];
   }
 };
 
-/// Calls `visit` on this thread's share of a slice: with arrays of packs, and with each element
-/// outside of packs.
+/// Calls `visit` with arrays of this thread's vectors, and with each of its other elements.
 template <class Stored, class Visit>
-__device__ void for_each_of_thread(const PackedSlice<Stored>& slice, int thread, int threads,
+__device__ void for_each_of_thread(const AlignedChunk<Stored>& chunk, int thread, int threads,
                                    Visit& visit) {
-  using Pack = GradientPack<Stored>;
-  const Pack* const pack = slice.pack();
+  using Vector = GradVector<Stored>;
+  const Vector* const vectors = chunk.vectors();
   int64_t i = thread;
-  for (; i + int64_t{kUnroll - 1} * threads < slice.packs; i += int64_t{kUnroll} * threads) {
-    Pack values[kUnroll];
+  for (; i + int64_t{kUnroll - 1} * threads < chunk.num_vectors; i += int64_t{kUnroll} * threads) {
+    Vector loaded[kUnroll];
     MEZZO_UNROLL
-    for (int k = 0; k < kUnroll; ++k) values[k] = pack[i + int64_t{k} * threads];
-    visit(values);
+    for (int k = 0; k < kUnroll; ++k) loaded[k] = vectors[i + int64_t{k} * threads];
+    visit(loaded);
   }
-  for (; i < slice.packs; i += threads) {
-    const Pack value[1] = {pack[i]};
-    visit(value);
+  for (; i < chunk.num_vectors; i += threads) {
+    const Vector loaded[1] = {vectors[i]};
+    visit(loaded);
   }
-  for (i = thread; i < slice.rest; i += threads) visit(slice.outside(i));
+  for (i = thread; i < chunk.num_scalars; i += threads) visit(chunk.scalar(i));
 }
 
-/// A thread's partial result.
+/// Accumulates a thread's partial result.
 template <class Element>
 class ThreadGradStats {
  public:
   using Format = FloatFormat<Element>;
   using Stored = typename Format::Stored;
-  using Pack = GradientPack<Stored>;
+  using Vector = GradVector<Stored>;
+  static constexpr int kSize = kGradVectorSize<Stored>;
 
-  template <int kPacks>
-  __device__ void operator()(const Pack (&packs)[kPacks]) {
-    typename Format::opmath_t values[kPacks * Pack::kSize];
+  template <int kVectors>
+  __device__ void operator()(const Vector (&vectors)[kVectors]) {
+    typename Format::opmath_t values[kVectors * kSize];
     MEZZO_UNROLL
-    for (int i = 0; i < kPacks * Pack::kSize; ++i) {
-      const typename Format::Bits bits = packs[i / Pack::kSize].element[i % Pack::kSize];
+    for (int i = 0; i < kVectors * kSize; ++i) {
+      const typename Format::Bits bits = vectors[i / kSize].element[i % kSize];
       Format::to_opmath(bits, values[i]);
-      keep_larger_magnitude<Format>(bits, largest_);
+      update_max_abs<Format>(bits, max_bits_);
     }
     add_squares(values, norm_sq_);
   }
@@ -130,21 +141,21 @@ class ThreadGradStats {
     typename Format::opmath_t value;
     Format::to_opmath(bits, value);
     add_square(value, norm_sq_);
-    keep_larger_magnitude<Format>(bits, largest_);
+    update_max_abs<Format>(bits, max_bits_);
   }
   __device__ PartialGradStats partial() const {
     PartialGradStats result;
     result.norm_sq = norm_sq_;
-    set_largest<Format>(largest_, result);
+    set_max_abs<Format>(max_bits_, result);
     return result;
   }
 
  private:
   double norm_sq_ = 0;
-  typename Format::Bits largest_ = 0;
+  typename Format::Bits max_bits_ = 0;
 };
 
-/// Returns the partial result of the lane `lanes` further on.
+/// __shfl_down_sync of a partial result.
 __device__ inline PartialGradStats shuffle_down(const PartialGradStats& partial, int lanes) {
   constexpr unsigned kAll = 0xFFFFFFFFU;
   const auto max_double = static_cast<unsigned long long>(partial.max_double);
@@ -152,7 +163,7 @@ __device__ inline PartialGradStats shuffle_down(const PartialGradStats& partial,
           __shfl_down_sync(kAll, partial.max_float, lanes)};
 }
 
-/// Merges the block's partial results; thread 0 gets the result.
+/// Returns the merged partial results of the block to thread 0.
 template <int kThreads>
 __device__ PartialGradStats merge_block(PartialGradStats partial) {
   constexpr int kWarps = kThreads / 32;
@@ -169,58 +180,57 @@ __device__ PartialGradStats merge_block(PartialGradStats partial) {
 
 template <class Element>
 __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kGradThreads)
-    grad_stats_kernel(MEZZO_GRID_CONSTANT(GradListMetadata) table, PartialGradStats* partials) {
+    grad_stats_kernel(MEZZO_GRID_CONSTANT(GradListMetadata) metadata, PartialGradStats* partials) {
   using Stored = typename FloatFormat<Element>::Stored;
-  const auto slice = table.get_chunk(blockIdx.x);
-  ThreadGradStats<Element> share;
-  for_each_of_thread(PackedSlice<Stored>(slice.data, slice.begin, slice.end),
-                     static_cast<int>(threadIdx.x), kGradThreads, share);
-  const PartialGradStats merged = merge_block<kGradThreads>(share.partial());
-  if (threadIdx.x == 0) partials[slice.first_partial + slice.chunk_in_tensor] = merged;
+  const auto chunk = metadata.get_chunk(blockIdx.x);
+  ThreadGradStats<Element> thread_stats;
+  for_each_of_thread(AlignedChunk<Stored>(chunk.data, chunk.begin, chunk.end),
+                     static_cast<int>(threadIdx.x), kGradThreads, thread_stats);
+  const PartialGradStats merged = merge_block<kGradThreads>(thread_stats.partial());
+  if (threadIdx.x == 0) partials[chunk.first_partial + chunk.chunk_in_tensor] = merged;
 }
 
-/// Merges the partial results of all blocks. Runs as one block.
+/// Merges the partial results of all blocks. One block.
 template <int kThreads>
 __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kThreads)
     merge_grad_stats_kernel(const PartialGradStats* partials, int64_t count, const float* inv_scale,
                             float* found_inf, double* norm_sq, double* max_abs) {
-  PartialGradStats own;
-  for (int64_t i = threadIdx.x; i < count; i += kThreads) own.merge(partials[i]);
-  const PartialGradStats total = merge_block<kThreads>(own);
+  PartialGradStats thread_stats;
+  for (int64_t i = threadIdx.x; i < count; i += kThreads) thread_stats.merge(partials[i]);
+  const PartialGradStats total = merge_block<kThreads>(thread_stats);
   if (threadIdx.x != 0) return;
-  const FinalGradStats finished(total, *inv_scale);
-  *found_inf = finished.found_inf ? 1.0F : 0.0F;
-  *norm_sq = finished.norm_sq;
-  *max_abs = finished.max_abs;
+  const FinalGradStats result(total, *inv_scale);
+  *found_inf = result.found_inf ? 1.0F : 0.0F;
+  *norm_sq = result.norm_sq;
+  *max_abs = result.max_abs;
 }
 
-/// Unscales and checks, in packs, but for the ends of a slice.
 template <class Element>
 __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kGradThreads)
-    unscale_kernel(MEZZO_GRID_CONSTANT(GradListMetadata) table, const float* inv_scale,
+    unscale_kernel(MEZZO_GRID_CONSTANT(GradListMetadata) metadata, const float* inv_scale,
                    float* found_inf) {
   using Format = FloatFormat<Element>;
   using Stored = typename Format::Stored;
-  const auto slice = table.get_chunk(blockIdx.x);
-  const PackedSlice<Stored> packed(slice.data, slice.begin, slice.end);
-  const UnscaleFunctor<Format, typename Format::opmath_t> multiply{
+  const auto tensor_chunk = metadata.get_chunk(blockIdx.x);
+  const AlignedChunk<Stored> chunk(tensor_chunk.data, tensor_chunk.begin, tensor_chunk.end);
+  const UnscaleFunctor<Format, typename Format::opmath_t> functor{
       static_cast<typename Format::opmath_t>(*inv_scale)};
   uint32_t nonfinite = 0;
   const auto unscale = [&](Stored& stored) {
     typename Format::Bits bits = stored;
-    multiply(bits, nonfinite);
+    functor(bits, nonfinite);
     stored = static_cast<Stored>(bits);
   };
-  for (int64_t i = threadIdx.x; i < packed.packs; i += blockDim.x) {
-    auto values = packed.pack()[i];
+  for (int64_t i = threadIdx.x; i < chunk.num_vectors; i += blockDim.x) {
+    auto vector = chunk.vectors()[i];
     MEZZO_UNROLL
-    for (Stored& stored : values.element) unscale(stored);
-    packed.pack()[i] = values;
+    for (Stored& stored : vector.element) unscale(stored);
+    chunk.vectors()[i] = vector;
   }
-  for (int64_t i = threadIdx.x; i < packed.rest; i += blockDim.x) unscale(packed.outside(i));
-  // Every block that finds an inf or NaN writes the same 1; no atomic is needed.
-  const bool is_found = __syncthreads_or(nonfinite != 0) != 0;
-  if (is_found && threadIdx.x == 0) *found_inf = 1.0F;
+  for (int64_t i = threadIdx.x; i < chunk.num_scalars; i += blockDim.x) unscale(chunk.scalar(i));
+  // All blocks that find an inf or NaN write 1: no atomic is needed.
+  const bool is_nonfinite = __syncthreads_or(nonfinite != 0) != 0;
+  if (is_nonfinite && threadIdx.x == 0) *found_inf = 1.0F;
 }
 
 }  // namespace detail::cuda

@@ -1,6 +1,6 @@
-// The one source of mezzo::cuda: the kernels, and the functions through which host code reaches
-// them, which register themselves. Two objects with all of this link into one program: what
-// is not weak is static. (nvcc 13 makes the functions of an unnamed namespace global.)
+// The source of mezzo::cuda: the kernels and CudaKernels, which registers itself. Several objects
+// of this source link into one program: functions that are not weak are static. (nvcc 13 makes
+// functions of an unnamed namespace global.)
 
 #include <mezzo/base/grad_scaler_options.h>
 #include <mezzo/base/version.h>
@@ -33,46 +33,59 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail::cuda {
 
-static_assert(std::is_trivially_copyable_v<GradScalerOptions>, "a kernel takes it by value");
+static_assert(std::is_trivially_copyable_v<GradScalerOptions>, "kernel argument");
 
-/// Gradients as rows: their memory, and the index of each stretch's first partial result. The last
-/// entry of `first_partials` is the number of all.
-struct GradientRows {
-  const std::vector<ContiguousRange>& stretches;
-  std::vector<int64_t> first_partials{0};
+/// Adds items to a Metadata, and calls `launch(metadata)` whenever it is full and after the last
+/// item. \param push_back  called with (metadata, i) for i in [0, count); returns false if there is
+/// no room
+template <class Metadata, class PushBack, class Launch>
+static void launch_in_batches(int elements_per_block, std::size_t count, const PushBack& push_back,
+                              const Launch& launch) {
+  Metadata metadata(elements_per_block);
+  const auto flush = [&] {
+    if (metadata.num_blocks() != 0) launch(metadata);
+    metadata.clear();
+  };
+  for (std::size_t i = 0; i < count; ++i) {
+    if (push_back(metadata, i)) continue;
+    flush();
+    push_back(metadata, i);
+  }
+  flush();
+}
 
-  explicit GradientRows(const std::vector<ContiguousRange>& all) : stretches(all) {
-    for (const ContiguousRange& stretch : stretches) {
-      const int64_t bytes = stretch.count * static_cast<int64_t>(c10::elementSize(stretch.dtype));
-      const int64_t blocks = GradListMetadata::num_blocks_for(bytes, kGradElementsPerBlock<char>);
-      first_partials.push_back(first_partials.back() + blocks);
+/// Gradients and the index of each range's first partial result.
+struct GradRanges {
+  const std::vector<ContiguousRange>& ranges;
+  std::vector<int64_t> first_partials{0};  ///< the last entry is their total number
+
+  explicit GradRanges(const std::vector<ContiguousRange>& grad_ranges) : ranges(grad_ranges) {
+    for (const ContiguousRange& range : ranges) {
+      const int64_t bytes = range.numel * static_cast<int64_t>(c10::elementSize(range.dtype));
+      first_partials.push_back(first_partials.back() +
+                               at::ceil_div(bytes, int64_t{kGradElementsPerBlock<char>}));
     }
   }
 
-  /// Calls `launch.operator()<Element>(table)` for each dtype, with as many rows at a time as a
-  /// table holds.
+  /// Calls `launch.operator()<Element>(metadata)` for batches of ranges of each dtype.
   template <class Launch>
-  void for_tables(const Launch& launch) const {
-    for_tables_of<float>(launch);
-    for_tables_of<c10::BFloat16>(launch);
-    for_tables_of<c10::Half>(launch);
-    for_tables_of<double>(launch);
+  void for_each_batch(const Launch& launch) const {
+    launch_batches<float>(launch);
+    launch_batches<c10::BFloat16>(launch);
+    launch_batches<c10::Half>(launch);
+    launch_batches<double>(launch);
   }
 
  private:
   template <class Element, class Launch>
-  void for_tables_of(const Launch& launch) const {
-    GradListMetadata table(kGradElementsPerBlock<Element>);
-    const auto launch_table = [&] {
-      launch.template operator()<Element>(table);
-      table.clear();
-    };
-    for (std::size_t i = 0; i < stretches.size(); ++i) {
-      if (stretches[i].dtype != c10::CppTypeToScalarType<Element>::value) continue;
-      if (table.full()) launch_table();
-      table.push_back({stretches[i].data, stretches[i].count, first_partials[i]});
-    }
-    if (!table.empty()) launch_table();
+  void launch_batches(const Launch& launch) const {
+    launch_in_batches<GradListMetadata>(
+        kGradElementsPerBlock<Element>, ranges.size(),
+        [&](GradListMetadata& metadata, std::size_t i) {
+          return ranges[i].dtype != c10::CppTypeToScalarType<Element>::value ||
+                 metadata.push_back({ranges[i].data, ranges[i].numel, first_partials[i]});
+        },
+        [&](const GradListMetadata& metadata) { launch.template operator()<Element>(metadata); });
   }
 };
 
@@ -80,10 +93,11 @@ static void unscale_and_check_(const std::vector<ContiguousRange>& gradients,
                                const at::Tensor& found_inf, const at::Tensor& inv_scale) {
   const DeviceGuard guard(found_inf.device());
   const Stream stream = current_stream();
-  const auto* const factor = inv_scale.const_data_ptr<float>();
-  auto* const found = found_inf.mutable_data_ptr<float>();
-  GradientRows(gradients).for_tables([&]<class Element>(const GradListMetadata& table) {
-    launch<unscale_kernel<Element>>(table.num_blocks(), kGradThreads, stream, table, factor, found);
+  const auto* const inv_scale_data = inv_scale.const_data_ptr<float>();
+  auto* const found_inf_data = found_inf.mutable_data_ptr<float>();
+  GradRanges(gradients).for_each_batch([&]<class Element>(const GradListMetadata& metadata) {
+    launch<unscale_kernel<Element>>(metadata.num_blocks(), kGradThreads, stream, metadata,
+                                    inv_scale_data, found_inf_data);
   });
 }
 
@@ -92,13 +106,14 @@ static void compute_grad_stats_(const std::vector<ContiguousRange>& gradients,
   const at::Tensor& inv_scale = stats.inv_scale;
   const DeviceGuard guard(inv_scale.device());
   const Stream stream = current_stream();
-  const GradientRows rows(gradients);
-  const int64_t count = rows.first_partials.back();
+  const GradRanges ranges(gradients);
+  const int64_t count = ranges.first_partials.back();
   const at::Tensor memory = at::empty({count * static_cast<int64_t>(sizeof(PartialGradStats))},
                                       inv_scale.options().dtype(at::kByte));
   auto* const partials = static_cast<PartialGradStats*>(memory.mutable_data_ptr());
-  rows.for_tables([&]<class Element>(const GradListMetadata& table) {
-    launch<grad_stats_kernel<Element>>(table.num_blocks(), kGradThreads, stream, table, partials);
+  ranges.for_each_batch([&]<class Element>(const GradListMetadata& metadata) {
+    launch<grad_stats_kernel<Element>>(metadata.num_blocks(), kGradThreads, stream, metadata,
+                                       partials);
   });
   launch<merge_grad_stats_kernel<kMergeThreads>>(
       1, kMergeThreads, stream, static_cast<const PartialGradStats*>(partials), count,
@@ -106,21 +121,21 @@ static void compute_grad_stats_(const std::vector<ContiguousRange>& gradients,
       stats.norm_sq.mutable_data_ptr<double>(), stats.max_abs.mutable_data_ptr<double>());
 }
 
-/// Returns the device address of pinned memory for a kernel that is launched next on the current
-/// stream. Records the stream with the host allocator, which does not reuse the memory until the
-/// kernel completes. `address` caches the result; it is null at first.
+/// Returns the device address of pinned memory for the next kernel launch on the current stream.
+/// Records the stream with the host allocator, which does not reuse the memory until the kernel
+/// completes. `address` caches the result; it is null at first.
 static double* pinned_address(const at::Tensor& pinned, void*& address) {
   const c10::Device device = current_device();
   const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-  auto* const place = pinned.mutable_data_ptr<double>();
+  auto* const data = pinned.mutable_data_ptr<double>();
   at::getHostAllocator(device.type())
-      ->record_event(place, pinned.storage().data_ptr().get_context(), stream);
-  if (address == nullptr) address = device_address(place);
+      ->record_event(data, pinned.storage().data_ptr().get_context(), stream);
+  if (address == nullptr) address = device_address(data);
   return static_cast<double*>(address);
 }
 
 static at::Tensor empty_pinned(at::IntArrayRef sizes, at::ScalarType dtype) {
-  const RelaxedCaptureModeGuard allowed;
+  const RelaxedCaptureModeGuard relaxed;
   return at::empty(sizes, at::device(at::kCPU).dtype(dtype).pinned_memory(true));
 }
 
@@ -143,7 +158,7 @@ static void update_scale_(const GradScalerOptions& options, const ScaleTensors& 
       1, 1, stream, options, tensors.scale.mutable_data_ptr<float>(),
       tensors.inverse.mutable_data_ptr<float>(), tensors.growth_tracker.mutable_data_ptr<int32_t>(),
       tensors.hysteresis_tracker.mutable_data_ptr<int32_t>(), found_inf.const_data_ptr<float>());
-  // A graph may still hold the scale for its backward.
+  // An autograd graph may have saved the scale.
   tensors.scale.unsafeGetTensorImpl()->bump_version();
 }
 
@@ -160,60 +175,48 @@ static void write_step_values_(const at::Tensor& scale, const at::Tensor& found_
                                const at::Tensor& norm_sq, const at::Tensor& max_abs,
                                const at::Tensor& values, void*& address) {
   const DeviceGuard guard(scale.device());
-  const auto data_or_null = [](const at::Tensor& number) {
-    return number.defined() ? number.const_data_ptr<double>() : nullptr;
+  const auto data_or_null = [](const at::Tensor& tensor) {
+    return tensor.defined() ? tensor.const_data_ptr<double>() : nullptr;
   };
   launch<write_step_values_kernel>(1, 1, current_stream(), scale.const_data_ptr<float>(),
                                    found_inf.const_data_ptr<float>(), data_or_null(norm_sq),
                                    data_or_null(max_abs), pinned_address(values, address));
 }
 
-/// Launches a step over the rows with one variant and one way of keeping weights, as many at a time
-/// as a table holds.
+/// Steps the parameters of one functor and weight format.
 template <class Functor, class WeightFormat>
-static void launch_step(const std::vector<ParamArgs>& rows,
+static void launch_step(const std::vector<ParamArgs>& params,
                         const std::vector<DeviceGroupArgs>& groups, bool has_extra_moment,
                         const DeviceStepArgs& step_args) {
-  ParamListMetadata table(kStepElementsPerBlock);
-  const auto launch_table = [&] {
-    if (table.num_blocks() != 0) {
-      launch<optimizer_step_kernel<typename WeightFormat::Parameter, Functor, WeightFormat>>(
-          table.num_blocks(), kStepThreads, current_stream(), table, step_args);
-    }
-    table.clear();
+  const auto push_back = [&](ParamListMetadata& metadata, std::size_t i) {
+    const ParamArgs& param = params[i];
+    return param.has_extra_moment != has_extra_moment ||
+           !matches_format<WeightFormat>(param.storage, param.parameter_dtype) ||
+           metadata.push_back(param, groups[param.group]);
   };
-  for (const ParamArgs& row : rows) {
-    if (row.has_extra_moment != has_extra_moment ||
-        !matches_format<WeightFormat>(row.storage, row.parameter_dtype))
-      continue;
-    const DeviceGroupArgs& group = groups[row.group];
-    if (table.push_back(row, group)) continue;
-    launch_table();
-    table.push_back(row, group);
-  }
-  launch_table();
+  launch_in_batches<ParamListMetadata>(
+      kStepElementsPerBlock, params.size(), push_back, [&](const ParamListMetadata& metadata) {
+        launch<optimizer_step_kernel<typename WeightFormat::Parameter, Functor, WeightFormat>>(
+            metadata.num_blocks(), kStepThreads, current_stream(), metadata, step_args);
+      });
 }
 
-static void step_adamw8bit_(at::Device device, const std::vector<AdamW8bitParamArgs>& steps) {
+static void step_adamw8bit_(at::Device device, const std::vector<AdamW8bitParamArgs>& params) {
   const DeviceGuard guard(device);
-  const auto step_all = [&]<class Parameter>() {
-    AdamW8bitListMetadata table(kStepElementsPerBlock);
-    const auto launch_steps = [&] {
-      if (table.num_blocks() != 0) {
-        launch<adamw8bit_kernel<Parameter>>(table.num_blocks(), kStepThreads, current_stream(),
-                                            table, DynamicMaps{});
-      }
-      table.clear();
+  const auto step = [&]<class Parameter>() {
+    const auto push_back = [&](AdamW8bitListMetadata& metadata, std::size_t i) {
+      return params[i].param.parameter_dtype != c10::CppTypeToScalarType<Parameter>::value ||
+             metadata.push_back(params[i]);
     };
-    for (const AdamW8bitParamArgs& step : steps) {
-      if (step.parameter_dtype != c10::CppTypeToScalarType<Parameter>::value) continue;
-      if (table.full()) launch_steps();
-      table.push_back(step);
-    }
-    launch_steps();
+    launch_in_batches<AdamW8bitListMetadata>(kStepElementsPerBlock, params.size(), push_back,
+                                             [&](const AdamW8bitListMetadata& metadata) {
+                                               launch<adamw8bit_kernel<Parameter>>(
+                                                   metadata.num_blocks(), kStepThreads,
+                                                   current_stream(), metadata, DynamicMaps{});
+                                             });
   };
-  step_all.template operator()<float>();
-  step_all.template operator()<c10::BFloat16>();
+  step.template operator()<float>();
+  step.template operator()<c10::BFloat16>();
 }
 
 static uint64_t current_capture_id(at::Device device) {
@@ -229,22 +232,22 @@ static int exchange_capture_mode(at::Device device, int mode) {
 static void increment_state_steps_(at::Device device, const std::vector<float*>& state_steps,
                                    const float* found_inf) {
   const DeviceGuard guard(device);
-  for (std::size_t begin = 0; begin < state_steps.size(); begin += StateStepsMetadata::kCapacity) {
-    StateStepsMetadata table;
-    for (std::size_t i = begin;
-         i < state_steps.size() && table.size < StateStepsMetadata::kCapacity; ++i) {
-      table.counter[table.size++] = state_steps[i];
+  const std::size_t count = state_steps.size();
+  for (std::size_t begin = 0; begin < count; begin += StateStepsMetadata::kCapacity) {
+    StateStepsMetadata metadata;
+    for (std::size_t i = begin; i < count && metadata.size < StateStepsMetadata::kCapacity; ++i) {
+      metadata.state_steps[metadata.size++] = state_steps[i];
     }
-    launch<increment_state_steps_kernel>(1, kStepThreads, current_stream(), table, found_inf);
+    launch<increment_state_steps_kernel>(1, kStepThreads, current_stream(), metadata, found_inf);
   }
 }
 
-static void step_(at::Device device, OptimizerKind kind, const std::vector<ParamArgs>& rows,
+static void step_(at::Device device, OptimizerKind kind, const std::vector<ParamArgs>& params,
                   const std::vector<DeviceGroupArgs>& groups, const DeviceStepArgs& step_args) {
   const DeviceGuard guard(device);
   const auto step = [&]<class Functor>(bool has_extra_moment) {
     for_each_weight_format([&]<class WeightFormat>() {
-      launch_step<Functor, WeightFormat>(rows, groups, has_extra_moment, step_args);
+      launch_step<Functor, WeightFormat>(params, groups, has_extra_moment, step_args);
     });
   };
   switch (kind) {
@@ -271,7 +274,7 @@ static constexpr CudaKernels kKernels{.supports = &supports,
                                       .write_step_values_ = &write_step_values_,
                                       .increment_state_steps_ = &increment_state_steps_};
 
-/// Runs before static objects of the program, which may use the kernels.
+/// Priority 101: before the program's static objects, which may use the kernels.
 __attribute__((constructor(101))) static void register_kernels() {
   register_cuda_kernels(kKernels);
 }

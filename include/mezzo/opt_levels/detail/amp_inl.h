@@ -449,9 +449,10 @@ inline void Amp::check_no_shared_parameters() const {
     const auto* const optimizer = managed.optimizer;
     detail::for_each_parameter(*optimizer, [&](const at::Tensor& parameter) {
       const auto entry = optimizer_of.emplace(parameter.unsafeGetTensorImpl(), optimizer).first;
-      TORCH_CHECK(entry->second == optimizer, "backward: two optimizers hold ",
-                  detail::OptimizerDescription{"", optimizer->param_groups()}.describe(parameter),
-                  ", and both would unscale its gradient; pass it to one of them");
+      TORCH_CHECK(
+          entry->second == optimizer, "backward: two optimizers hold ",
+          detail::OptimizerDescription{"", optimizer->param_groups()}.describe_param(parameter),
+          ", and both would unscale its gradient; pass it to one of them");
     });
   }
 }

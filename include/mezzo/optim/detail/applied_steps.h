@@ -14,11 +14,11 @@
 #include <utility>
 #include <vector>
 
-// Counts of applied steps, of a parameter and of an optimizer, on the host or on a device.
+// Step counts of parameters and optimizers, on the host or on a device.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// The host's number while a device counts. A real count is never negative.
+/// Host value of a step count that is on a device. Real counts are never negative.
 inline constexpr int64_t kCountedOnDevice = -1;
 
 inline void check_steps(int64_t steps) {
@@ -26,7 +26,7 @@ inline void check_steps(int64_t steps) {
               "; it should be at least 0");
 }
 
-/// A device's count, or none. Each copy has a tensor of its own.
+/// Step count on a device; undefined without one. Copies clone the tensor.
 struct DeviceStepCount {
   DeviceStepCount() = default;
   DeviceStepCount(const DeviceStepCount& other) : tensor(copy_of(other.tensor)) {}
@@ -41,65 +41,64 @@ struct DeviceStepCount {
 
  private:
   static at::Tensor copy_of(const at::Tensor& count) {
-    const NoGradInferenceGuard no_graph;
+    const NoGradInferenceGuard no_grad;
     return count.defined() ? count.clone() : count;
   }
 };
 
-/// Returns a count. Waits for the device if the device counts.
+/// Returns a step count. Synchronizes if it is on a device.
 inline int64_t read_step_count(int64_t on_host, const at::Tensor& on_device) {
   if (on_host == kCountedOnDevice && on_device.defined()) {
     return static_cast<int64_t>(on_device.item<float>());
   }
-  check_steps(on_host);  // libtorch's class takes any number
+  check_steps(on_host);  // torch's state class accepts any number
   return on_host;
 }
 
-/// The number of steps applied to a parameter: a view of the two places that may hold it. For a
-/// parameter on the CPU the host counts; elsewhere the device counts, which decides whether a step
-/// is applied. It counts in a float, as libtorch's kernels require, and so to 2^24 at most, long
-/// after the corrections for early steps have ended.
+/// Reference to the step count of a parameter or an optimizer, which is on the host for CPU
+/// parameters and otherwise on the device that decides whether a step is applied. A device counts
+/// in float32, as ATen's kernels require, up to 2^24: long after bias correction has any effect.
 class StepCount {
  public:
   StepCount(int64_t& on_host, at::Tensor& on_device) noexcept
       : on_host_(&on_host), on_device_(&on_device) {}
 
-  /// Checks the host's number, without waiting.
-  /// \throws c10::Error if it is negative, as a number written to libtorch's `step` may be
+  /// Checks a count on the host, without synchronizing.
+  /// \throws c10::Error if it is negative, which torch's `step` setter allows
   void check() const {
     if (*on_host_ != kCountedOnDevice || !on_device_->defined()) check_steps(*on_host_);
   }
 
-  /// Returns whether the host counts, and has counted no step. Does not wait.
-  bool is_new() const noexcept { return *on_host_ == 0; }
+  /// Returns whether the count is on the host and 0. Does not synchronize.
+  bool is_zero_on_host() const noexcept { return *on_host_ == 0; }
 
   int64_t value() const { return read_step_count(*on_host_, *on_device_); }
 
-  /// Sets the count. The host counts from here on, until `move_to`.
+  /// Sets the count on the host.
   void set(int64_t value) const {
     *on_host_ = value;
     *on_device_ = at::Tensor();
   }
 
-  /// Sets the count where it is counted, at the same place in memory.
+  /// Sets the count in place, on the host or in the device's memory.
   void overwrite(int64_t value) const {
     check_steps(value);
     *on_host_ = value;
     (void)on_device();
   }
 
-  /// Lets a device count from here on, in a float of one element that holds the value already.
+  /// Moves the count to a device: `on_device` is a float32 scalar with the current value.
   void move_to(at::Tensor on_device) const {
     *on_host_ = kCountedOnDevice;
     *on_device_ = std::move(on_device);
   }
 
-  /// Returns the device's count; undefined if the host counts. A number that was written to
-  /// libtorch's `step` meanwhile is sent to the device first.
+  /// Returns the count on the device; undefined if it is on the host. First copies a value that was
+  /// written through torch's `step` setter to the device.
   const at::Tensor& on_device() const {
     if (on_device_->defined() && *on_host_ != kCountedOnDevice) {
       check_steps(*on_host_);
-      check_not_capturing(on_device_->device(), "a number of steps");
+      check_not_capturing(on_device_->device(), "a step count");
       const c10::NoGradGuard no_grad;
       on_device_->fill_(*on_host_);
       *on_host_ = kCountedOnDevice;
@@ -112,22 +111,22 @@ class StepCount {
   at::Tensor* on_device_;
 };
 
-/// Returns the counts as tensors on `device`. Counts that the host kept are sent there in one copy.
+/// Returns the counts as float32 scalars on `device`. Moves counts on the host in one copy.
 inline std::vector<at::Tensor> get_step_tensors(at::Device device,
                                                 const std::vector<StepCount>& counts) {
-  std::vector<StepCount> newcomers;
+  std::vector<StepCount> moved;
   std::vector<float> values;
   for (const StepCount& count : counts) {
     if (count.on_device().defined() && count.on_device().device() == device) continue;
-    newcomers.push_back(count);
+    moved.push_back(count);
     values.push_back(static_cast<float>(count.value()));
   }
-  if (!newcomers.empty()) {
-    check_not_capturing(device, "a number of steps");
-    const NoGradInferenceGuard no_graph;  // plain tensors, also in a step of inference tensors
-    const at::Tensor together = at::tensor(values).to(device);
-    for (std::size_t i = 0; i < newcomers.size(); ++i) {
-      newcomers[i].move_to(together.select(0, static_cast<int64_t>(i)));
+  if (!moved.empty()) {
+    check_not_capturing(device, "a step count");
+    const NoGradInferenceGuard no_grad;  // no inference tensors
+    const at::Tensor packed = at::tensor(values).to(device);
+    for (std::size_t i = 0; i < moved.size(); ++i) {
+      moved[i].move_to(packed.select(0, static_cast<int64_t>(i)));
     }
   }
   std::vector<at::Tensor> tensors;
@@ -136,11 +135,11 @@ inline std::vector<at::Tensor> get_step_tensors(at::Device device,
   return tensors;
 }
 
-/// Adds one, unless `found_inf`, a float on `device` or undefined, says that the step was skipped.
+/// Adds 1 unless `found_inf` (float32 on `device`, or undefined) is nonzero.
 inline void increment_step(const StepCount& count, at::Device device, const at::Tensor& found_inf) {
   if (device.is_cpu()) {
-    const bool ran = !found_inf.defined() || *found_inf.const_data_ptr<float>() == 0.0F;
-    if (ran) count.set(count.value() + 1);
+    const bool is_applied = !found_inf.defined() || *found_inf.const_data_ptr<float>() == 0.0F;
+    if (is_applied) count.set(count.value() + 1);
     return;
   }
   at::Tensor on_device = get_step_tensors(device, {count}).front();
@@ -151,16 +150,16 @@ inline void increment_step(const StepCount& count, at::Device device, const at::
   }
 }
 
-/// The number of steps that an optimizer has applied.
+/// Step count of an optimizer.
 class AppliedSteps {
  public:
-  /// Returns whether the host counts.
+  /// Returns whether the count is on the host.
   bool on_host() const noexcept { return on_host_ != kCountedOnDevice; }
-  /// Returns the device's count; undefined where the host counts.
+  /// Returns the count on the device; undefined if it is on the host.
   const at::Tensor& on_device() const noexcept { return on_device_; }
-  /// Returns the number. Waits for the device if that counts.
+  /// Returns the count. Synchronizes if it is on a device.
   int64_t value() const { return read_step_count(on_host_, on_device_); }
-  /// Returns the number where it is counted, to be written.
+  /// Returns a reference to the count.
   StepCount step_count() noexcept { return {on_host_, on_device_}; }
 
  private:

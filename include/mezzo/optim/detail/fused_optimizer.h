@@ -5,6 +5,7 @@
 #include <mezzo/optim/detail/fused_optimizer_base.h>
 #include <mezzo/optim/detail/optimizer_archive.h>
 #include <mezzo/optim/detail/optimizer_description.h>
+#include <mezzo/optim/detail/serializable_options.h>
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
@@ -22,11 +23,11 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// The common part of an optimizer's traits. `Derived` derives from it and adds
+/// Base of an optimizer's traits, which add
 ///   kName, kOptionsName;
-///   read_hyperparams(options, hyper_params), which checks options and takes the rule's hyper_params of a group;
-///   aten_step(hyper_params, lists, amp_args), unless read_hyperparams sets hyper_params.aten_unsupported_reason.
-/// Options are of libtorch's class where it has one.
+///   read_hyperparams(options, hyper_params), which checks the options of a group and converts them;
+///   aten_step(hyper_params, lists, amp_args), the step with ATen's fused kernel, unless
+///     read_hyperparams sets hyper_params.aten_unsupported_reason.
 template <class OptionsT, class StateT, class FunctorT, class ExtraMomentFunctorT = FunctorT>
 struct OptimizerTraits {
   using Options = OptionsT;
@@ -34,25 +35,25 @@ struct OptimizerTraits {
   using Functor = FunctorT;
   using ExtraMomentFunctor = ExtraMomentFunctorT;
 
-  /// Whether the files of libtorch's optimizer of this name hold counts of steps.
+  /// Whether archives of torch's optimizer of this name hold `step`.
   static constexpr bool kTorchStateHasStep = true;
 };
 
-/// The parts of an optimizer that libtorch's users see, constructors, options and files, and its
-/// rule as FusedOptimizerBase calls it.
+/// A fused optimizer with torch's interface: constructors, options and archives. Adds the update
+/// functor of `Traits` to FusedOptimizerBase.
 template <class Traits>
 class FusedOptimizer : public FusedOptimizerBase, public optim::ArchiveChecker {
  public:
   using Options = typename Traits::Options;
   using State = typename Traits::State;
 
-  // Derived classes inherit the constructors: constructors of their own, being no templates, would
-  // instantiate this class in every unit that sees them.
+  // Derived classes inherit the constructors. Their own, not being templates, would instantiate
+  // this class in every translation unit.
   explicit FusedOptimizer(const std::vector<torch::optim::OptimizerParamGroup>& groups,
                           const Options& defaults = {},
-                          const optim::WeightStorageOptions& weights = {})
-      : FusedOptimizerBase(groups, std::make_unique<Options>(defaults), weights, Traits::kName,
-                           Traits::Functor::kOptimizerKind) {
+                          const optim::WeightStorageOptions& storage_options = {})
+      : FusedOptimizerBase(groups, std::make_unique<Options>(defaults), storage_options,
+                           Traits::kName, Traits::Functor::kOptimizerKind) {
     (void)make_hyperparams(defaults);
     check_has_parameters(!groups.empty(), Traits::kName);
     for (std::size_t group = 0; group < param_groups_.size(); ++group) {
@@ -63,13 +64,12 @@ class FusedOptimizer : public FusedOptimizerBase, public optim::ArchiveChecker {
   }
 
   explicit FusedOptimizer(std::vector<at::Tensor> parameters, const Options& defaults = {},
-                          const optim::WeightStorageOptions& weights = {})
-      : FusedOptimizer(make_single_group(std::move(parameters), Traits::kName), defaults, weights) {
-  }
+                          const optim::WeightStorageOptions& storage_options = {})
+      : FusedOptimizer(make_single_group(std::move(parameters), Traits::kName), defaults,
+                       storage_options) {}
 
   /// Adds a group.
-  /// \throws c10::Error, and has not added the group, if its options are out of range or those of
-  ///   another optimizer
+  /// \throws c10::Error, without adding it, if its options are out of range or another optimizer's
   void add_param_group(const torch::optim::OptimizerParamGroup& group) {
     Optimizer::add_param_group(group);
     restore_group_options<Options>(param_groups_.back(), group, *defaults_);
@@ -81,8 +81,9 @@ class FusedOptimizer : public FusedOptimizerBase, public optim::ArchiveChecker {
     }
   }
 
-  /// Reads all of a file or nothing. States that the file lacks are dropped.
-  /// \throws c10::Error for any other file
+  /// Reads what `save` or torch's optimizer of this name wrote. Drops states that the archive
+  /// lacks.
+  /// \throws c10::Error, with the strong exception guarantee, for any other archive
   void load(torch::serialize::InputArchive& archive) override;
   /// Throws what `load` would throw, and changes nothing.
   void check_load(torch::serialize::InputArchive& archive) const override {
@@ -94,15 +95,16 @@ class FusedOptimizer : public FusedOptimizerBase, public optim::ArchiveChecker {
     return make_hyperparams(get_group_options<Options>(param_groups_[group], group, Traits::kName,
                                                        Traits::kOptionsName));
   }
-  FunctorArgs make_functor_args(const GroupHyperParams& numbers, int64_t step) const override {
-    return numbers.functor_args.as<typename Traits::Functor::HyperParams>().coefficients(numbers.lr,
-                                                                                         step);
+  FunctorArgs make_functor_args(const GroupHyperParams& hyper_params, int64_t step) const override {
+    return hyper_params.functor_args.as<typename Traits::Functor::HyperParams>().coefficients(
+        hyper_params.lr, step);
   }
   std::unique_ptr<torch::optim::OptimizerParamState> make_param_state() const override {
     return std::make_unique<State>();
   }
   FusedParamStateBase* as_fused_state(torch::optim::OptimizerParamState& state) const override {
-    if (typeid(state) == typeid(State)) return &static_cast<State&>(state);  // a hot path
+    if (typeid(state) == typeid(State))
+      return &static_cast<State&>(state);  // the common case, faster
     return dynamic_cast<State*>(&state);
   }
   StepKernelFn select_step_kernel(const GroupHyperParams& hyper_params,
@@ -121,21 +123,20 @@ class FusedOptimizer : public FusedOptimizerBase, public optim::ArchiveChecker {
   }
 
  private:
-  /// What an archive holds, checked.
+  /// The checked contents of an archive.
   struct ArchiveContents {
     SerializedOptimizer optimizer;
-    Progress progress;
-    optim::WeightStorageOptions weights;
+    StepProgress progress;
+    optim::WeightStorageOptions storage_options;
   };
   ArchiveContents read_archive(torch::serialize::InputArchive& archive) const;
 
   static GroupHyperParams make_hyperparams(const Options& options) {
     GroupHyperParams hyper_params;
     Traits::read_hyperparams(options, hyper_params);
-    using Functor = typename Traits::Functor;
-    using Variant = typename Traits::ExtraMomentFunctor;
-    hyper_params.num_moments = static_cast<int>(
-        hyper_params.has_extra_moment ? Variant::kNumMoments : Functor::kNumMoments);
+    hyper_params.num_moments =
+        static_cast<int>(hyper_params.has_extra_moment ? Traits::ExtraMomentFunctor::kNumMoments
+                                                       : Traits::Functor::kNumMoments);
     return hyper_params;
   }
 };
@@ -143,30 +144,31 @@ class FusedOptimizer : public FusedOptimizerBase, public optim::ArchiveChecker {
 template <class Traits>
 typename FusedOptimizer<Traits>::ArchiveContents FusedOptimizer<Traits>::read_archive(
     torch::serialize::InputArchive& archive) const {
-  const NoGradInferenceGuard no_graph;
+  const NoGradInferenceGuard no_grad;
   for (std::size_t group = 0; group < param_groups_.size(); ++group) {
-    (void)read_group_hyperparams(group);  // of this class, or it throws
+    (void)read_group_hyperparams(group);  // throws for options of another class
   }
-  ArchiveContents read{read_optimizer_archive<State, Options>(archive, description()),
-                       read_progress(archive, param_groups_.size()), read_weight_options(archive)};
-  for (const auto& group : read.optimizer.param_groups()) {
+  ArchiveContents contents{read_optimizer_archive<State, Options>(archive, description()),
+                           read_progress(archive, param_groups_.size(), "an optimizer"),
+                           read_weight_options(archive)};
+  for (const auto& group : contents.optimizer.param_groups()) {
     (void)make_hyperparams(static_cast<const Options&>(group.options()));
   }
-  if (Traits::kTorchStateHasStep && !read.progress.applied_steps) {
-    read.progress.applied_steps = 0;  // the highest count of any parameter
-    for (const auto& [parameter, state] : read.optimizer.state()) {
+  if (Traits::kTorchStateHasStep && !contents.progress.applied_steps) {
+    contents.progress.applied_steps = 0;  // the highest step of any parameter
+    for (const auto& [parameter, state] : contents.optimizer.state()) {
       const int64_t step = static_cast<State&>(*state).step();
-      read.progress.applied_steps = std::max(*read.progress.applied_steps, step);
+      contents.progress.applied_steps = std::max(*contents.progress.applied_steps, step);
     }
   }
-  return read;
+  return contents;
 }
 
 template <class Traits>
 void FusedOptimizer<Traits>::load(torch::serialize::InputArchive& archive) {
-  const NoGradInferenceGuard no_graph;
+  const NoGradInferenceGuard no_grad;
   ArchiveContents contents = read_archive(archive);
-  weights_ = contents.weights;
+  storage_options_ = contents.storage_options;
   assign_serialized<Options>(std::move(contents.optimizer), *this);
   for (const auto& group : param_groups_) {
     for (const at::Tensor& parameter : group.params()) {
@@ -178,9 +180,8 @@ void FusedOptimizer<Traits>::load(torch::serialize::InputArchive& archive) {
   }
   load_progress(contents.progress);
   if (!contents.progress.applied_steps) {
-    TORCH_WARN(Traits::kName, ": the file of torch::optim::", Traits::kName,
-               " holds no number of steps; load the schedule's own file, or call "
-               "set_applied_steps(n)");
+    TORCH_WARN(Traits::kName, ": the archive of torch::optim::", Traits::kName,
+               " has no step count; load the schedule's archive, or call set_applied_steps(n)");
   }
 }
 

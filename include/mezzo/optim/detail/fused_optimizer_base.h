@@ -23,32 +23,29 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// Parameters of one group, device and dtype, as ATen's fused optimizers take them; entry i of each
-/// list belongs to parameter i.
+/// Tensor lists of parameters of one group, device and dtype for ATen's fused optimizers.
 struct AtenTensorLists {
   std::size_t group;
   std::vector<at::Tensor> parameters{};
   std::vector<at::Tensor> gradients{};  ///< of the parameters' dtype
   std::array<std::vector<at::Tensor>, 3> moments{};
-  std::vector<at::Tensor> counts{};  ///< floats, of this step already
+  std::vector<at::Tensor> counts{};  ///< float32 `state_steps`, this step included
 };
 
-/// GradStats as ATen's kernels take it: the divisor of gradients, whether to do nothing, and, under
-/// a schedule, the factor of the lr, in float, the only dtype that CUDA's kernels take.
+/// GradStats as arguments of ATen's fused optimizers: float32, the only dtype of the CUDA kernels.
 struct AtenAmpArgs {
-  std::optional<at::Tensor> grad_scale;
+  std::optional<at::Tensor> grad_scale;  ///< divisor of the gradients
   std::optional<at::Tensor> found_inf;
-  std::optional<at::Tensor> lr_factor;
+  std::optional<at::Tensor> lr_factor;  ///< of a schedule
 };
 
-/// Takes the steps of mezzo's optimizers, whatever their rule:
+/// The step of mezzo's fused optimizers, independent of the update functor:
 ///
-///   plan    one walk over the parameters: gradients, all checks, known addresses
-///   read    one read of the gradients
-///   apply   unscale, clip and update in one pass over the memory
+///   plan         one loop over the parameters: gradients, checks, pointers
+///   grad_stats   one read of the gradients
+///   apply        unscale, clip, update and zero in one pass over memory
 ///
-/// FusedOptimizer (fused_optimizer.h) adds the rule, as virtual functions, and the parts that
-/// libtorch's users see: constructors, options and files.
+/// FusedOptimizer (fused_optimizer.h) adds the update functor, constructors, options and archives.
 class FusedOptimizerBase : public torch::optim::Optimizer, public optim::MixedPrecisionOptimizer {
  public:
   torch::optim::Optimizer& optimizer() noexcept override { return *this; }
@@ -62,68 +59,71 @@ class FusedOptimizerBase : public torch::optim::Optimizer, public optim::MixedPr
     apply_impl(plan, stats, options, /*with_aten=*/false);
   }
 
-  /// Returns how the weights of all groups are kept.
-  const optim::WeightStorageOptions& weight_storage_options() const noexcept { return weights_; }
+  /// Returns the weight storage of all groups.
+  const optim::WeightStorageOptions& weight_storage_options() const noexcept {
+    return storage_options_;
+  }
   void enable_master_weights() override {
-    if (weights_.weight_storage == optim::WeightStorage::plain) {
-      weights_.weight_storage = optim::WeightStorage::fp32_master;
+    if (storage_options_.weight_storage == optim::WeightStorage::plain) {
+      storage_options_.weight_storage = optim::WeightStorage::fp32_master;
     }
   }
   MEZZO_INLINE at::Tensor master_param(const at::Tensor& parameter) override;
 
-  /// Writes what libtorch's optimizer of the same name writes, and under keys of their own the
-  /// values that libtorch lacks. Split weights are written whole.
+  /// Writes what torch's optimizer of the same name writes, and what torch lacks under further
+  /// keys. Split masters are written as float32.
   MEZZO_INLINE void save(torch::serialize::OutputArchive& archive) const override;
 
  protected:
   MEZZO_INLINE FusedOptimizerBase(const std::vector<torch::optim::OptimizerParamGroup>& groups,
                                   std::unique_ptr<torch::optim::OptimizerOptions> defaults,
-                                  const optim::WeightStorageOptions& weights, const char* name,
-                                  OptimizerKind kind);
+                                  const optim::WeightStorageOptions& storage_options,
+                                  const char* name, OptimizerKind kind);
 
-  // The rule: AdamW and Adam, SGD, or Lion.
+  // Implemented by FusedOptimizer with the update functor (Adam, SGD, Lion).
 
   /// Reads and checks the options of a group.
   virtual GroupHyperParams read_group_hyperparams(std::size_t group) const = 0;
-  /// Returns the hyper_params of a group's step number `step`, counted from 1.
+  /// Returns the functor arguments of step `step`, counted from 1.
   virtual FunctorArgs make_functor_args(const GroupHyperParams& hyper_params,
                                         int64_t step) const = 0;
-  /// Returns the loop of a group for weights that are kept so; null for a dtype that has none.
+  /// Returns the CPU kernel for a weight storage and dtype; null for an unsupported dtype.
   virtual StepKernelFn select_step_kernel(const GroupHyperParams& hyper_params,
                                           optim::WeightStorage storage,
                                           at::ScalarType dtype) const = 0;
   virtual std::unique_ptr<torch::optim::OptimizerParamState> make_param_state() const = 0;
-  /// Returns a state as a fused_state; null where the state is another optimizer's.
+  /// Casts a state; returns null if it is another optimizer's.
   virtual FusedParamStateBase* as_fused_state(torch::optim::OptimizerParamState& state) const = 0;
-  /// Steps through ATen's fused kernel, if hyper_params.aten_unsupported_reason is null.
+  /// Steps with ATen's fused kernel. Requires a null hyper_params.aten_unsupported_reason.
   virtual void aten_step(const GroupHyperParams& hyper_params, const AtenTensorLists& lists,
                          const AtenAmpArgs& amp_args) const = 0;
 
   OptimizerDescription description() const noexcept { return {name_, param_groups_}; }
-  /// Drops the states of parameters that are gone. Called when there are more or fewer than
-  /// before, or fewer than states.
-  /// \throws c10::Error if a weight would be trained twice
+  /// Checks the parameters, and erases expired states, after their number has changed.
+  /// \throws c10::Error if a parameter appears twice or two share memory
   MEZZO_INLINE void check_parameters();
-  /// Returns a parameter's state as a fused_state, and makes the parameter its owner.
+  /// Erases the states of parameters that were destroyed.
+  MEZZO_INLINE void erase_expired_state();
+  /// Casts a parameter's state and sets its owner.
   /// \throws c10::Error if the state is another optimizer's
   MEZZO_INLINE FusedParamStateBase& bind_state(torch::optim::OptimizerParamState& state,
                                                const at::Tensor& parameter) const;
-  /// Applies a plan: through ATen's fused kernels where mezzo has none for a device, or if
-  /// `with_aten` for all.
+  /// Applies a plan, with ATen's fused kernels for devices without mezzo kernels, or if
+  /// `with_aten`.
   MEZZO_INLINE void apply_impl(StepPlan& plan, const GradStats& stats, const StepOptions& options,
                                bool with_aten);
-  /// Adds a param to `plan`, if `parameter` has a gradient.
-  /// \throws c10::Error naming the parameter, if `apply` could not take the step
+  /// Adds `parameter` to `plan` if it has a gradient.
+  /// \throws c10::Error, naming the parameter, if `apply` could not take the step
   MEZZO_INLINE void add_param(StepPlan& plan, const at::Tensor& parameter, std::size_t group,
                               std::size_t param_index);
-  /// Writes `serialized` under libtorch's keys, and what libtorch lacks under mezzo's.
+  /// Writes `serialized` under torch's keys, and what torch lacks under mezzo's.
   MEZZO_INLINE void write_archive(torch::serialize::OutputArchive& archive,
                                   const SerializedOptimizer& serialized) const;
-  /// Returns how a file's weights are kept; as here, where the file does not say.
+  /// Returns the weight storage of an archive; the current one if the archive has none.
   MEZZO_INLINE optim::WeightStorageOptions read_weight_options(
       torch::serialize::InputArchive& archive) const;
 
-  optim::WeightStorageOptions weights_;
+  optim::WeightStorageOptions storage_options_;
   const char* name_;
 
  private:
@@ -131,18 +131,18 @@ class FusedOptimizerBase : public torch::optim::Optimizer, public optim::MixedPr
   using Params = std::span<Param>;
   using Groups = std::vector<GroupHyperParams>;
 
-  /// Copies that the host makes for the kernels of one device.
+  /// Gradients that a kernel cannot read or zero in place.
   struct GradientCopies {
-    std::vector<at::Tensor> gradients{};  ///< copies, kept alive
-    std::vector<at::Tensor> to_zero{};    ///< gradients that were copied and are to be cleared
+    std::vector<at::Tensor> gradients{};  ///< copies, kept alive until the kernels have run
+    std::vector<at::Tensor> to_zero{};    ///< originals of copies that a kernel zeroes
   };
 
-  MEZZO_INLINE void check_state(FusedParamStateBase& fused_state, const at::Tensor& weights,
+  MEZZO_INLINE void check_state(FusedParamStateBase& fused_state, const at::Tensor& parameter,
                                 const GroupHyperParams& hyper_params) const;
   MEZZO_INLINE FusedParamStateBase& create_state(const at::Tensor& parameter);
   MEZZO_INLINE void prefetch(std::span<const at::Tensor> parameters, std::size_t i,
-                             int moments) const;
-  /// Sets the addresses of memory that is there already; `prepare_param` sets those that stay null.
+                             int num_moments) const;
+  /// Sets the pointers to existing memory; `prepare_param` sets the others.
   MEZZO_INLINE static void set_pointers(Param& param, FusedParamStateBase* fused_state,
                                         const GroupHyperParams& hyper_params);
   MEZZO_INLINE void check_aten_supports(const Param& param,
@@ -151,16 +151,16 @@ class FusedOptimizerBase : public torch::optim::Optimizer, public optim::MixedPr
                                                   const GroupHyperParams& hyper_params);
   MEZZO_INLINE void set_plan_lrs(StepPlan& plan);
   MEZZO_INLINE void count_applied_step(const StepPlan& plan, const GradStats& stats);
-  /// The last walk: sets the counts of the CPU's `calls`, bumps versions, and zeroes_grad
-  /// gradients, if they are to be and no kernel has done so.
+  /// Sets the step counts of CPU `calls`, bumps versions, and zeroes gradients that no kernel has
+  /// zeroed.
   MEZZO_INLINE void finish_step(Params params, std::span<const CpuGroupArgs> calls,
                                 bool zeroes_grad, bool already_zeroed,
                                 const GradientCopies& copies);
 
   MEZZO_INLINE void step_cpu(Params params, const Groups& groups, const GradStats& stats,
                              const StepOptions& options);
-  /// Completes the addresses of a param, for a step that zeroes_grad gradients or not. Returns its
-  /// fused_state; null where nothing is kept.
+  /// Creates state, copies gradients and sets the remaining pointers of a parameter. Returns its
+  /// state; null if it needs none.
   MEZZO_INLINE FusedParamStateBase* prepare_param(Param& param,
                                                   const GroupHyperParams& hyper_params,
                                                   bool zeroes_grad, GradientCopies& copies);
@@ -171,7 +171,7 @@ class FusedOptimizerBase : public torch::optim::Optimizer, public optim::MixedPr
                                    const StepOptions& options);
 
   OptimizerKind kind_;
-  std::size_t num_checked_params_ = 0;  // in all groups, when check_parameters looked at them
+  std::size_t num_checked_params_ = 0;  // in all groups, at the last check_parameters
 };
 
 }  // namespace detail

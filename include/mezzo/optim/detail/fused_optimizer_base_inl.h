@@ -27,23 +27,28 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-// --- Parameters and options --------------------------------------------------------------------
-
 MEZZO_INLINE FusedOptimizerBase::FusedOptimizerBase(
     const std::vector<torch::optim::OptimizerParamGroup>& groups,
     std::unique_ptr<torch::optim::OptimizerOptions> defaults,
-    const optim::WeightStorageOptions& weights, const char* name, OptimizerKind kind)
-    : Optimizer(groups, std::move(defaults)), weights_(weights), name_(name), kind_(kind) {}
+    const optim::WeightStorageOptions& storage_options, const char* name, OptimizerKind kind)
+    : Optimizer(groups, std::move(defaults)),
+      storage_options_(storage_options),
+      name_(name),
+      kind_(kind) {}
 
 MEZZO_INLINE void FusedOptimizerBase::check_parameters() {
   const std::vector<at::Tensor> all = description().parameters();
   check_no_duplicates(all, description());
   num_checked_params_ = all.size();
+  erase_expired_state();
+}
+
+MEZZO_INLINE void FusedOptimizerBase::erase_expired_state() {
   std::vector<void*> expired;
   for (const auto& [address, state] : state_) {
     const auto* const fused_state = dynamic_cast<const FusedParamStateBase*>(state.get());
     const bool is_owned = fused_state != nullptr && fused_state->owner;
-    // A state at another address was moved to a parameter that has taken the owner's place.
+    // A state at another address was moved to a new parameter.
     if (is_owned && fused_state->owner->expired() &&
         fused_state->owner->_unsafe_get_target() == address) {
       expired.push_back(address);
@@ -55,36 +60,34 @@ MEZZO_INLINE void FusedOptimizerBase::check_parameters() {
 MEZZO_INLINE at::Tensor FusedOptimizerBase::master_param(const at::Tensor& parameter) {
   using optim::WeightStorage;
   const WeightStorage storage =
-      select_weight_storage(parameter, weights_.weight_storage, description());
+      select_weight_storage(parameter, storage_options_.weight_storage, description());
   TORCH_CHECK(storage != WeightStorage::split_master, name_,
-              ": WeightStorage::split_master keeps no master as a tensor; clip with "
+              ": WeightStorage::split_master has no master tensor; clip with "
               "scaler.step(optimizer, {.max_norm = ...}), or use WeightStorage::fp32_master");
   if (storage != WeightStorage::fp32_master) return parameter;
   check_not_averaged(parameter, description());
-  const NoGradInferenceGuard no_graph;
+  const NoGradInferenceGuard no_grad;
   FusedParamStateBase& fused_state = create_state(parameter);
   check_state_shape(fused_state.master, "a master", parameter, description());
   prepare_master(parameter, fused_state);
   update_master_from_param(parameter, fused_state);
-  fused_state.show(parameter);
+  fused_state.expose_master(parameter);
   return fused_state.master;
 }
 
-// --- Slots -------------------------------------------------------------------------------------
-
-/// Checks a state, which may be of another model, or written by the user.
+/// Checks a state, which the user may have written or copied from another model.
 MEZZO_INLINE void FusedOptimizerBase::check_state(FusedParamStateBase& fused_state,
-                                                  const at::Tensor& weights,
+                                                  const at::Tensor& parameter,
                                                   const GroupHyperParams& hyper_params) const {
   fused_state.step_count().check();
   TORCH_CHECK(!hyper_params.starts_as_gradient || fused_state.moment(0).defined() ||
-                  fused_state.step_count().is_new(),
-              description(), ": momentum with dampening was switched on after ",
-              description().describe(weights),
-              " had taken steps without; set both before the first step, or dampening(0)");
-  check_state_shape(fused_state.master, "a master", weights, description());
+                  fused_state.step_count().is_zero_on_host(),
+              description(), ": momentum with dampening was enabled after ",
+              description().describe_param(parameter),
+              " had been stepped without it; set both before the first step, or dampening(0)");
+  check_state_shape(fused_state.master, "a master", parameter, description());
   for (int k = 0; k < hyper_params.num_moments; ++k) {
-    check_state_shape(fused_state.moment(k), "a moment", weights, description());
+    check_state_shape(fused_state.moment(k), "a moment", parameter, description());
   }
 }
 
@@ -98,7 +101,7 @@ MEZZO_INLINE FusedParamStateBase& FusedOptimizerBase::bind_state(
     torch::optim::OptimizerParamState& state, const at::Tensor& parameter) const {
   FusedParamStateBase* const fused_state = as_fused_state(state);
   TORCH_CHECK(fused_state != nullptr, description(), ": the state of ",
-              description().describe(parameter), " is not a mezzo::optim::", name_,
+              description().describe_param(parameter), " is not a mezzo::optim::", name_,
               "ParamState; copy states only between optimizers of the same class");
   if (!fused_state->owner ||
       fused_state->owner->_unsafe_get_target() != parameter.unsafeGetTensorImpl()) {
@@ -107,7 +110,7 @@ MEZZO_INLINE FusedParamStateBase& FusedOptimizerBase::bind_state(
   return *fused_state;
 }
 
-/// Returns whether a loop can walk a moment beside its parameter.
+/// Returns whether a kernel can update a moment in place.
 inline bool moment_matches_param(const at::Tensor& moment, at::ScalarType dtype,
                                  const at::Tensor& parameter) {
   return moment.defined() && moment.scalar_type() == dtype &&
@@ -115,16 +118,16 @@ inline bool moment_matches_param(const at::Tensor& moment, at::ScalarType dtype,
          same_strides(parameter, moment);
 }
 
-/// Returns the k-th moment in memory laid out as the parameter's: made when there is none yet, and
-/// converted when it was loaded from elsewhere or is to be kept otherwise.
+/// Returns the k-th moment with the parameter's device and strides. Creates it if it is undefined
+/// and converts it if it has another dtype, device or layout.
 inline at::Tensor& ensure_moment(FusedParamStateBase& fused_state, int k,
                                  optim::WeightStorage storage, const at::Tensor& parameter) {
   at::Tensor& moment = fused_state.moment(k);
   const at::ScalarType dtype = moment_dtype(parameter, storage);
   if (moment_matches_param(moment, dtype, parameter)) return moment;
-  const bool is_as_kept =
+  const bool needs_no_copy =
       moment.defined() && moment.scalar_type() == dtype && moment.device() == parameter.device();
-  if (!is_as_kept) check_not_capturing(parameter.device(), "a moment");
+  if (!needs_no_copy) check_not_capturing(parameter.device(), "a moment");
   if (!moment.defined()) {
     const auto options = parameter.options().requires_grad(false);
     return moment = at::zeros_like(parameter, options.dtype(dtype), at::MemoryFormat::Preserve);
@@ -132,21 +135,19 @@ inline at::Tensor& ensure_moment(FusedParamStateBase& fused_state, int k,
   return moment = with_strides_of(parameter, moment.detach().to(parameter.device(), dtype));
 }
 
-// --- The plan ----------------------------------------------------------------------------------
-
-/// Returns whether a step can read a gradient whose dtype is not the parameter's.
+/// Returns whether a step supports a gradient dtype other than the parameter's.
 inline bool is_gradient_dtype_supported(at::ScalarType parameter, at::ScalarType gradient) {
   if (parameter == at::kDouble && gradient == at::kFloat) return true;
   return (parameter == at::kFloat && is_low_precision(gradient)) ||
          (is_low_precision(parameter) && gradient == at::kFloat);
 }
 
-/// Warns once where the storage is for bfloat16 and no weight has 16 bits.
+/// Warns once if the storage is for bfloat16 and no parameter has 16 bits.
 inline void warn_unused_storage(optim::WeightStorage storage,
                                 const OptimizerDescription& optimizer) {
-  if (storage != optim::WeightStorage::split_master &&
-      storage != optim::WeightStorage::stochastic_rounding)
-    return;
+  const bool needs_bfloat16 = storage == optim::WeightStorage::split_master ||
+                              storage == optim::WeightStorage::stochastic_rounding;
+  if (!needs_bfloat16) return;
   for (const auto& group : optimizer.groups) {
     for (const at::Tensor& parameter : group.params()) {
       if (is_low_precision(parameter)) return;
@@ -154,12 +155,12 @@ inline void warn_unused_storage(optim::WeightStorage storage,
   }
   TORCH_WARN_ONCE(
       optimizer,
-      ": WeightStorage::split_master and stochastic_rounding are for weights of bfloat16, and "
-      "this model has none: they do nothing. Cast it with model->to(torch::kBFloat16) "
-      "before its optimizer is made.");
+      ": WeightStorage::split_master and stochastic_rounding are for bfloat16 parameters, and "
+      "this model has none: they have no effect. Cast it with model->to(torch::kBFloat16) "
+      "before the optimizer is made.");
 }
 
-/// Begins to load the cache lines of an object, such as a tensor.
+/// Prefetches the first cache lines of an object.
 inline void prefetch_object([[maybe_unused]] const void* object, int lines = 4) {
   for (int line = 0; line < lines; ++line) {
 #ifdef __GNUC__
@@ -172,12 +173,11 @@ inline void prefetch_storage(const at::TensorImpl* tensor) {
   if (tensor->has_storage()) prefetch_object(tensor->unsafe_storage().unsafeGetStorageImpl(), 2);
 }
 
-/// Begins to load what the params after parameter `i` will read. From a parameter to its gradient,
-/// state, moments and their storages is a chain of pointers; the caches hold none of it after a
-/// backward pass, and each param would wait for one link after the other. So the next link is
-/// loaded of parameters that are one, two and more strides ahead.
+/// Prefetches what the parameters after `i` will read. Parameter, gradient, state, moments and
+/// their storages are a chain of pointers, none of it cached after a backward pass. To overlap the
+/// misses, each link is loaded for a parameter one stride further ahead than the next link.
 MEZZO_INLINE void FusedOptimizerBase::prefetch(std::span<const at::Tensor> parameters,
-                                               std::size_t i, int moments) const {
+                                               std::size_t i, int num_moments) const {
   constexpr std::size_t kStride = 2;
   const auto ahead = [&](std::size_t strides) -> at::TensorImpl* {
     const std::size_t next = i + strides * kStride;
@@ -190,7 +190,7 @@ MEZZO_INLINE void FusedOptimizerBase::prefetch(std::span<const at::Tensor> param
   const auto for_each_moment = [&](at::TensorImpl* parameter, const auto& visit) {
     auto* const state = find_state(parameter);
     FusedParamStateBase* const fused_state = state != nullptr ? as_fused_state(*state) : nullptr;
-    for (int k = 0; fused_state != nullptr && k < moments; ++k) {
+    for (int k = 0; fused_state != nullptr && k < num_moments; ++k) {
       visit(fused_state->moment(k).unsafeGetTensorImpl());
     }
   };
@@ -212,7 +212,7 @@ MEZZO_INLINE void FusedOptimizerBase::prefetch(std::span<const at::Tensor> param
 
 MEZZO_INLINE StepPlan FusedOptimizerBase::plan() {
   const c10::NoGradGuard no_grad;
-  StepPlan plan{.is_checked = true};
+  StepPlan plan{.has_checked_gradients = true};
   std::size_t param_index = 0;
   for (std::size_t group = 0; group < param_groups_.size(); ++group) {
     plan.groups.push_back(read_group_hyperparams(group));
@@ -225,7 +225,7 @@ MEZZO_INLINE StepPlan FusedOptimizerBase::plan() {
   }
   if (param_index != num_checked_params_ || state_.size() > param_index) check_parameters();
   if (plan.spans_devices) group_by_device(plan);
-  if (!plan.params.empty()) warn_unused_storage(weights_.weight_storage, description());
+  if (!plan.params.empty()) warn_unused_storage(storage_options_.weight_storage, description());
   return plan;
 }
 
@@ -234,7 +234,8 @@ MEZZO_INLINE void FusedOptimizerBase::add_param(StepPlan& plan, const at::Tensor
   const GroupHyperParams& hyper_params = plan.groups[group];
   const at::Tensor& gradient = parameter.grad();
   if (!gradient.defined()) return;
-  const auto storage = select_weight_storage(parameter, weights_.weight_storage, description());
+  const auto storage =
+      select_weight_storage(parameter, storage_options_.weight_storage, description());
   const bool has_master = storage == optim::WeightStorage::fp32_master;
   const at::ScalarType param_dtype = parameter.scalar_type();
   const at::ScalarType gradient_dtype = gradient.scalar_type();
@@ -258,13 +259,14 @@ MEZZO_INLINE void FusedOptimizerBase::add_param(StepPlan& plan, const at::Tensor
   TORCH_CHECK(select_step_kernel(hyper_params, storage, param.parameter_dtype) != nullptr &&
                   (param_dtype == gradient_dtype ||
                    is_gradient_dtype_supported(param_dtype, gradient_dtype)),
-              description(), ": ", description().describe(parameter), " has a gradient of ",
+              description(), ": ", description().describe_param(parameter), " has a gradient of ",
               dtype_name(gradient_dtype),
-              "; parameters are of float32, float64, bfloat16 or float16, and gradients of the ",
-              "same dtype, for float32 also of bfloat16 or float16, for float64, bfloat16 and "
-              "float16 also of float32: cast the model before its optimizer is made");
-  if (kernel_backend(parameter.device()) != KernelBackend::aten)
+              "; parameters should be float32, float64, bfloat16 or float16, and gradients of the ",
+              "same dtype, for float32 also bfloat16 or float16, for float64, bfloat16 and "
+              "float16 also float32: cast the model before the optimizer is constructed");
+  if (kernel_backend(parameter.device()) != KernelBackend::aten) {
     set_pointers(param, fused_state, hyper_params);
+  }
   plan.has_fp16_without_master =
       plan.has_fp16_without_master || (!has_master && gradient_dtype == at::kHalf);
   plan.spans_devices =
@@ -278,16 +280,17 @@ MEZZO_INLINE void FusedOptimizerBase::set_pointers(Param& param, FusedParamState
   const at::Tensor& parameter = *param.parameter;
   param.pointers.numel = parameter.numel();
   param.pointers.parameter = parameter.mutable_data_ptr();
-  const bool is_laid_out = is_resolved(param.gradient) && same_strides(parameter, param.gradient);
-  if (is_laid_out && !c10::impl::cow::is_cow_data_ptr(param.gradient.storage().data_ptr())) {
+  const bool has_same_layout =
+      is_resolved(param.gradient) && same_strides(parameter, param.gradient);
+  if (has_same_layout && !c10::impl::cow::is_cow_data_ptr(param.gradient.storage().data_ptr())) {
     param.pointers.gradient = const_cast<void*>(param.gradient.const_data_ptr());
   }
   if (fused_state == nullptr) return;
   const at::ScalarType dtype = moment_dtype(parameter, param.storage);
   for (int k = 0; k < hyper_params.num_moments; ++k) {
     const at::Tensor& moment = fused_state->moment(k);
-    if (moment_matches_param(moment, dtype, parameter))
-      param.pointers.moments[k] = moment.mutable_data_ptr();
+    if (!moment_matches_param(moment, dtype, parameter)) continue;
+    param.pointers.moments[k] = moment.mutable_data_ptr();
   }
 }
 
@@ -299,39 +302,36 @@ MEZZO_INLINE GradStats FusedOptimizerBase::grad_stats(const StepPlan& plan,
       std::all_of(plan.params.begin(), plan.params.end(),
                   [](const Param& param) { return param.pointers.gradient != nullptr; });
   if (!has_pointers) return MixedPrecisionOptimizer::grad_stats(plan, inv_scale);
-  ContiguousRanges memory;
+  ContiguousRanges ranges;
   for (const Param& param : plan.params) {
-    memory.add(param.gradient,
+    ranges.add(param.gradient,
                {param.pointers.gradient, param.pointers.numel, param.gradient_dtype});
   }
   return compute_grad_stats_of_ranges(
-      memory.all(), to_device(inv_scale, plan.params.front().parameter->device()));
+      ranges.ranges(), to_device(inv_scale, plan.params.front().parameter->device()));
 }
 
-// --- Applying it -------------------------------------------------------------------------------
-
-/// Throws, before anything is written or counted, for a step that ATen's kernels cannot take.
+/// \throws c10::Error, before any write, for a step that ATen's kernels do not support
 MEZZO_INLINE void FusedOptimizerBase::check_aten_supports(
     const Param& param, const GroupHyperParams& hyper_params) const {
   TORCH_CHECK(hyper_params.aten_unsupported_reason == nullptr, name_, ": ",
-              description().describe(*param.parameter),
-              " has gradients on a device where mezzo has no kernel, and ",
-              hyper_params.aten_unsupported_reason,
+              description().describe_param(*param.parameter),
+              " is on a device without mezzo kernels, and ", hyper_params.aten_unsupported_reason,
               "; link the CMake target mezzo::cuda, or keep the parameters on the CPU");
   TORCH_CHECK(
       param.storage == optim::WeightStorage::plain ||
           param.storage == optim::WeightStorage::fp32_master,
       name_, ": WeightStorage::split_master and stochastic_rounding need mezzo's kernels, which ",
-      "there are for the CPU, and for CUDA where the CMake target mezzo::cuda is linked; ",
-      description().describe(*param.parameter), " has none; use WeightStorage::fp32_master there");
+      "exist for the CPU, and for CUDA if the CMake target mezzo::cuda is linked; ",
+      description().describe_param(*param.parameter), " has none; use WeightStorage::fp32_master");
 }
 
 MEZZO_INLINE void FusedOptimizerBase::apply_impl(StepPlan& plan, const GradStats& stats,
                                                  const StepOptions& options, bool with_aten) {
-  const NoGradInferenceGuard no_graph;  // what is made are plain tensors under InferenceMode too
+  const NoGradInferenceGuard no_grad;  // creates no inference tensors
   bool is_counted = false;
   set_plan_lrs(plan);
-  for (const Param& param : plan.params) {  // before any device has stepped
+  for (const Param& param : plan.params) {  // before the first device is stepped
     const at::Device device = param.parameter->device();
     if (!with_aten && kernel_backend(device) != KernelBackend::aten) continue;
     check_aten_supports(param, plan.groups[param.group]);
@@ -359,8 +359,8 @@ MEZZO_INLINE void FusedOptimizerBase::apply_impl(StepPlan& plan, const GradStats
   if (!is_counted) count_applied_step(plan, stats);
 }
 
-/// Sets the group_lrs of a step under a schedule: on a device the bases, which it multiplies,
-/// otherwise the group_lrs of the step.
+/// Sets the lrs of a step under a schedule: the base lrs if the device multiplies them by the
+/// factor.
 MEZZO_INLINE void FusedOptimizerBase::set_plan_lrs(StepPlan& plan) {
   if (!has_schedule() || plan.params.empty()) return;
   const bool on_device =
@@ -373,32 +373,32 @@ MEZZO_INLINE void FusedOptimizerBase::set_plan_lrs(StepPlan& plan) {
   }
 }
 
-/// Counts the step on the device that decides whether it is applied. Of several devices one counts
-/// for all: they step together or not at all. A step without any gradient counts too. If other
-/// ranks have params and this one has none, the device of the statistics counts.
+/// Counts the step on the device that decides whether it is applied. With several devices one
+/// counts, since all of them apply or skip the step. A step without any gradient counts too. If
+/// only other ranks have gradients, the device of `stats` counts.
 MEZZO_INLINE void FusedOptimizerBase::count_applied_step(const StepPlan& plan,
                                                          const GradStats& stats) {
   at::Device device = at::kCPU;
-  if (applied_steps_.on_device().defined()) {  // a captured step may go on counting there
+  if (applied_steps_.on_device().defined()) {  // a captured step may count there
     device = applied_steps_.on_device().device();
   } else if (plan.other_ranks_have_grads && stats.defined()) {
     device = stats.found_inf.device();
   }
-  const auto steps_there = [&](const Param& param) { return param.parameter->device() == device; };
-  if (!plan.params.empty() && std::none_of(plan.params.begin(), plan.params.end(), steps_there)) {
+  const auto is_on_device = [&](const Param& param) { return param.parameter->device() == device; };
+  if (!plan.params.empty() && std::none_of(plan.params.begin(), plan.params.end(), is_on_device)) {
     device = plan.params.front().parameter->device();
   }
   increment_step(applied_steps_.step_count(), device, stats.to(device).found_inf);
 }
 
-/// Makes the fused_state of a param if it needs one, and brings the weights that it keeps up to
-/// date. Returns the fused_state; null where nothing is kept.
+/// Creates the state of a parameter if it needs one, and updates its master or low bits. Returns
+/// the state; null if it needs none.
 MEZZO_INLINE FusedParamStateBase* FusedOptimizerBase::prepare_state(
     Param& param, const GroupHyperParams& hyper_params) {
   using optim::WeightStorage;
-  const bool keeps = hyper_params.num_moments > 0 || param.storage != WeightStorage::plain;
+  const bool needs_state = hyper_params.num_moments > 0 || param.storage != WeightStorage::plain;
   FusedParamStateBase* const fused_state = param.state != nullptr ? as_fused_state(*param.state)
-                                           : keeps                ? &create_state(*param.parameter)
+                                           : needs_state          ? &create_state(*param.parameter)
                                                                   : nullptr;
   if (fused_state == nullptr) return nullptr;
   if (param.state == nullptr) param.state = state_[param.parameter->unsafeGetTensorImpl()].get();
@@ -409,12 +409,12 @@ MEZZO_INLINE FusedParamStateBase* FusedOptimizerBase::prepare_state(
   } else {
     fused_state->master = fused_state->low_bits = at::Tensor();
   }
-  if (keeps) return fused_state;
+  if (needs_state) return fused_state;
   param.state = nullptr;
   return nullptr;
 }
 
-/// Returns whether two gradients share memory: then none may be cleared before all are read.
+/// Returns whether two gradients share memory. Then none may be zeroed before all are read.
 inline bool gradients_overlap(std::span<const StepPlan::Param> params) {
   std::vector<at::Tensor> gradients;
   gradients.reserve(params.size());
@@ -428,8 +428,8 @@ MEZZO_INLINE FusedParamStateBase* FusedOptimizerBase::prepare_param(
   const at::Tensor& parameter = *param.parameter;
   ParamPointers& pointers = param.pointers;
   if (pointers.parameter == nullptr)
-    set_pointers(param, fused_state, hyper_params);  // kernels were loaded since
-  if (pointers.gradient == nullptr) {  // lazy, or no loop can walk it beside its parameter
+    set_pointers(param, fused_state, hyper_params);  // kernels were loaded after plan()
+  if (pointers.gradient == nullptr) {  // a lazy copy, or with other strides than the parameter
     at::Tensor gradient = with_strides_of(parameter, param.gradient);
     if (zeroes_grad && !gradient.is_same(param.gradient)) copies.to_zero.push_back(param.gradient);
     pointers.gradient =
@@ -468,8 +468,6 @@ MEZZO_INLINE void FusedOptimizerBase::finish_step(Params params,
   }
 }
 
-// --- The CPU -----------------------------------------------------------------------------------
-
 MEZZO_INLINE void FusedOptimizerBase::step_cpu(Params params, const Groups& groups,
                                                const GradStats& stats, const StepOptions& options) {
   const std::optional<GradMultipliers> multipliers = grad_multipliers(stats, options.max_norm);
@@ -490,11 +488,11 @@ MEZZO_INLINE void FusedOptimizerBase::step_cpu(Params params, const Groups& grou
     FusedParamStateBase* const fused_state =
         prepare_param(param, hyper_params, zeroes_in_kernel, copies);
     const int64_t step = fused_state != nullptr ? fused_state->step_count().value() + 1 : 1;
-    const bool is_alike = last != nullptr && last_group == param.group &&
-                          calls.back().step == static_cast<std::uint64_t>(step) &&
-                          last->storage == param.storage &&
-                          last->parameter_dtype == param.parameter_dtype;
-    if (!is_alike) {
+    const bool shares_call = last != nullptr && last_group == param.group &&
+                             calls.back().step == static_cast<std::uint64_t>(step) &&
+                             last->storage == param.storage &&
+                             last->parameter_dtype == param.parameter_dtype;
+    if (!shares_call) {
       calls.push_back({select_step_kernel(hyper_params, param.storage, param.parameter_dtype),
                        make_functor_args(hyper_params, step), static_cast<std::uint64_t>(step)});
     }
@@ -502,12 +500,12 @@ MEZZO_INLINE void FusedOptimizerBase::step_cpu(Params params, const Groups& grou
     last = &param;
     param.group = static_cast<std::uint32_t>(calls.size() - 1);
   }
-  run_step_cpu(params, calls, {.multipliers = *multipliers, .seed = weights_.seed},
-               zeroes_in_kernel);
+  run_step_cpu(params, calls,
+               {.multipliers = *multipliers,
+                .zeroes_grad = zeroes_in_kernel,
+                .seed = storage_options_.seed});
   finish_step(params, calls, options.zero_grad, zeroes_in_kernel, copies);
 }
-
-// --- CUDA, and devices without kernels of mezzo's -----------------------------------------------
 
 inline DeviceStepArgs device_step_args(const GradStats& stats, const StepOptions& options) {
   DeviceStepArgs inputs{.max_norm = options.max_norm, .zero_grad = options.zero_grad};
@@ -538,7 +536,7 @@ MEZZO_INLINE void FusedOptimizerBase::step_on_cuda(Params params, const Groups& 
   GradientCopies copies;
   std::vector<DeviceGroupArgs> step_groups;
   for (const GroupHyperParams& group : groups) {
-    step_groups.push_back({group.functor_args, group.lr, weights_.seed});
+    step_groups.push_back({group.functor_args, group.lr, storage_options_.seed});
   }
   std::vector<ParamArgs> step_rows;
   std::vector<StepCount> counts;
@@ -568,16 +566,16 @@ MEZZO_INLINE void FusedOptimizerBase::step_on_cuda(Params params, const Groups& 
 inline AtenAmpArgs make_aten_amp_args(const GradStats& stats, double max_norm) {
   if (!stats.defined()) return {};
   at::Tensor grad_scale = stats.inv_scale.reciprocal();  // ATen's kernels divide by it
-  const bool clips = max_norm != std::numeric_limits<double>::infinity();
-  if (clips && stats.norm_sq.defined()) {
+  const bool has_max_norm = max_norm != std::numeric_limits<double>::infinity();
+  if (has_max_norm && stats.norm_sq.defined()) {
     const at::Tensor norm = stats.norm_sq.sqrt();
     grad_scale = norm.add(1e-6).div(max_norm).clamp_min(1.0).mul(grad_scale).to(at::kFloat);
   }
-  // ATen's kernels skip where it is 1, and a sum of several checks may be more.
+  // ATen's kernels skip if found_inf is 1; a sum over several checks may be larger.
   return {grad_scale, stats.found_inf.ne(0).to(at::kFloat), std::nullopt};
 }
 
-/// Steps through ATen's fused optimizers, without a wait.
+/// Steps with ATen's fused optimizers, without synchronizing.
 MEZZO_INLINE void FusedOptimizerBase::step_with_aten(Params params, const Groups& groups,
                                                      const GradStats& stats,
                                                      const StepOptions& options) {
@@ -595,7 +593,7 @@ MEZZO_INLINE void FusedOptimizerBase::step_with_aten(Params params, const Groups
     if (fused_state != nullptr) counters.push_back(fused_state->step_count());
   }
   const std::vector<at::Tensor> counts = get_step_tensors(device, counters);
-  std::vector<AtenTensorLists> calls;  // params come group by group
+  std::vector<AtenTensorLists> calls;  // params are sorted by group
   for (const Param& param : params) {
     at::Tensor parameter = *param.parameter;
     FusedParamStateBase* const fused_state =
@@ -604,12 +602,13 @@ MEZZO_INLINE void FusedOptimizerBase::step_with_aten(Params params, const Groups
       update_master_from_param(parameter, *fused_state);
       parameter = fused_state->master;
     }
-    const bool joins = !calls.empty() && calls.back().group == param.group &&
-                       calls.back().parameters.back().scalar_type() == parameter.scalar_type();
-    if (!joins) calls.push_back({param.group});
+    const bool fits_last_call =
+        !calls.empty() && calls.back().group == param.group &&
+        calls.back().parameters.back().scalar_type() == parameter.scalar_type();
+    if (!fits_last_call) calls.push_back({param.group});
     AtenTensorLists& lists = calls.back();
     lists.parameters.push_back(parameter);
-    // ATen's kernels write unscaled gradients back, and a step leaves gradients as they are.
+    // ATen's kernels write unscaled gradients back; a step must not change gradients.
     const bool copies = amp_args.grad_scale.has_value() || param.gradient.is_inference();
     lists.gradients.push_back(with_strides_of(
         parameter, param.gradient.to(parameter.scalar_type(), /*non_blocking=*/false, copies)));
@@ -620,7 +619,7 @@ MEZZO_INLINE void FusedOptimizerBase::step_with_aten(Params params, const Groups
           ensure_moment(*fused_state, k, param.storage, *param.parameter));
     }
   }
-  // ATen's kernels expect counts of this step, also where they skip it.
+  // ATen's kernels expect state_steps with this step included, even if they skip it.
   if (!counts.empty()) at::_foreach_add_(counts, 1);
   const auto round_masters = [&] {
     for (const Param& param : params) {
@@ -632,10 +631,10 @@ MEZZO_INLINE void FusedOptimizerBase::step_with_aten(Params params, const Groups
   try {
     for (; call != calls.end(); ++call) aten_step(groups[call->group], *call, amp_args);
   } catch (...) {
-    for (; call != calls.end(); ++call) {  // steps that were not taken
+    for (; call != calls.end(); ++call) {  // calls that did not run
       if (!call->counts.empty()) at::_foreach_add_(call->counts, -1);
     }
-    round_masters();  // of the calls before the one that threw
+    round_masters();  // of the calls that ran
     throw;
   }
   if (!counts.empty() && amp_args.found_inf) at::_foreach_add_(counts, amp_args.found_inf->neg());
@@ -643,13 +642,11 @@ MEZZO_INLINE void FusedOptimizerBase::step_with_aten(Params params, const Groups
   finish_step(params, {}, options.zero_grad, /*already_zeroed=*/false, {});
 }
 
-// --- Files -------------------------------------------------------------------------------------
-
 MEZZO_INLINE void FusedOptimizerBase::save(torch::serialize::OutputArchive& archive) const {
   const c10::NoGradGuard no_grad;
   SerializedOptimizer serialized;
   for (std::size_t group = 0; group < param_groups_.size(); ++group) {
-    (void)read_group_hyperparams(group);  // of this class, or it throws
+    (void)read_group_hyperparams(group);  // throws for options of another class
     serialized.param_groups().push_back(param_groups_[group]);
     for (const at::Tensor& parameter : param_groups_[group].params()) {
       const auto found = state_.find(parameter.unsafeGetTensorImpl());
@@ -661,36 +658,37 @@ MEZZO_INLINE void FusedOptimizerBase::save(torch::serialize::OutputArchive& arch
   write_archive(archive, serialized);
 }
 
-/// Serialises as the base classes, since a state may be libtorch's.
+/// Serializes through the base classes, since a state may be torch's.
 MEZZO_INLINE void FusedOptimizerBase::write_archive(torch::serialize::OutputArchive& archive,
                                                     const SerializedOptimizer& serialized) const {
   torch::optim::serialize<torch::optim::OptimizerParamState, torch::optim::OptimizerOptions>(
       archive, serialized);
   archive.write(kClassKey, c10::IValue(std::string(name_)));
   save_progress(archive);
-  if (weights_ == optim::WeightStorageOptions()) return;
-  archive.write("storage", c10::IValue(static_cast<int64_t>(weights_.weight_storage)));
-  archive.write("seed", c10::IValue(static_cast<int64_t>(weights_.seed)));
+  if (storage_options_ == optim::WeightStorageOptions()) return;
+  archive.write("storage", c10::IValue(static_cast<int64_t>(storage_options_.weight_storage)));
+  archive.write("seed", c10::IValue(static_cast<int64_t>(storage_options_.seed)));
 }
 
-/// Reads the storage and the seed. A file without them is of plain weights, which need no state of
-/// their own and can go on in any storage.
+/// Reads the storage and the seed. An archive without them, or of plain weights, can be loaded with
+/// any storage.
 MEZZO_INLINE optim::WeightStorageOptions FusedOptimizerBase::read_weight_options(
     torch::serialize::InputArchive& archive) const {
   using optim::WeightStorage;
   c10::IValue storage, seed;
-  if (!archive.try_read("storage", storage)) return weights_;
+  if (!archive.try_read("storage", storage)) return storage_options_;
   const int64_t value = storage.toInt();
   TORCH_CHECK(
       value >= 0 && value <= static_cast<int64_t>(WeightStorage::stochastic_rounding),
-      "The archive of an optimizer has the weight_storage ", value,
-      ", which this version of mezzo does not know; read it with the version that wrote it");
+      "The archive of an optimizer has weight_storage ", value,
+      ", which this version of mezzo does not support; read it with the version that wrote it");
   archive.read("seed", seed);
-  optim::WeightStorageOptions weights{static_cast<WeightStorage>(value),
-                                      static_cast<std::uint64_t>(seed.toInt())};
-  if (weights.weight_storage == WeightStorage::plain)
-    weights.weight_storage = weights_.weight_storage;
-  return weights;
+  optim::WeightStorageOptions storage_options{static_cast<WeightStorage>(value),
+                                              static_cast<std::uint64_t>(seed.toInt())};
+  if (storage_options.weight_storage == WeightStorage::plain) {
+    storage_options.weight_storage = storage_options_.weight_storage;
+  }
+  return storage_options;
 }
 
 }  // namespace detail

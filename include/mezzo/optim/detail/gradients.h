@@ -4,6 +4,7 @@
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/compute_grad_stats.h>
+#include <mezzo/kernels/unscale.h>
 #include <mezzo/optim/detail/optimizer_description.h>
 #include <mezzo/optim/step_plan.h>
 
@@ -25,7 +26,7 @@
 #include <utility>
 #include <vector>
 
-// The gradients of any optimizer, and how to read them.
+// Gradients of any optimizer: plan, statistics, clipping.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
@@ -47,9 +48,9 @@ inline void zero_gradients(const torch::optim::Optimizer& optimizer) {
 inline void check_gradient(const at::Tensor& parameter, const OptimizerDescription& description) {
   const at::Tensor& gradient = parameter.grad();
   const at::ScalarType dtype = gradient.scalar_type();
-  const auto check = [&](bool is_right, const char* remedy) {
-    TORCH_CHECK(is_right, "GradScaler: the gradient of ", description.describe(parameter), " is ",
-                describe(gradient), "; ", remedy);
+  const auto check = [&](bool is_valid, const char* remedy) {
+    TORCH_CHECK(is_valid, "GradScaler: the gradient of ", description.describe_param(parameter),
+                " is ", describe(gradient), "; ", remedy);
   };
   check(dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 || dtype == at::kHalf,
         "it should be of float32, float64, bfloat16 or float16");
@@ -59,8 +60,8 @@ inline void check_gradient(const at::Tensor& parameter, const OptimizerDescripti
         "make it dense, or sparse in COO layout");
 }
 
-/// Returns the dense tensor that holds `parameter`'s gradient values. A sparse gradient is
-/// coalesced first: two finite entries of one place can add up to an inf.
+/// Returns the values of `parameter`'s gradient as a dense tensor. Coalesces a sparse gradient,
+/// since finite duplicate entries can add up to inf.
 inline at::Tensor gradient_values(const at::Tensor& parameter) {
   at::Tensor gradient = parameter.grad();
   if (!gradient.is_sparse()) return gradient;
@@ -71,7 +72,7 @@ inline at::Tensor gradient_values(const at::Tensor& parameter) {
   return gradient._values();
 }
 
-/// Puts params of one device together, in the order in which the devices come up.
+/// Groups parameters by device, in the order of each device's first parameter.
 inline void group_by_device(StepPlan& plan) {
   auto begin = plan.params.begin();
   while (begin != plan.params.end()) {
@@ -82,18 +83,18 @@ inline void group_by_device(StepPlan& plan) {
   }
 }
 
-/// Returns the plan of an optimizer that is not mezzo's, or of a MasterWeights: parameters with a
-/// gradient, each once.
+/// Returns the plan of a torch::optim optimizer, also one that MasterWeights wraps: each parameter
+/// with a gradient once.
 /// \throws c10::Error as check_gradient does
 inline StepPlan make_torch_plan(const torch::optim::Optimizer& optimizer,
-                                bool keeps_masters = false) {
+                                bool has_masters = false) {
   StepPlan plan;
   std::unordered_set<const c10::TensorImpl*> seen;
   for_each_parameter(optimizer, [&](const at::Tensor& parameter) {
     if (!parameter.grad().defined()) return;
     if (!seen.insert(parameter.unsafeGetTensorImpl()).second) return;
     check_gradient(parameter, {"", optimizer.param_groups()});
-    const bool has_master = keeps_masters && is_low_precision(parameter);
+    const bool has_master = has_masters && is_low_precision(parameter);
     StepPlan::Param param{{}, &parameter, parameter.grad()};
     if (has_master) param.storage = optim::WeightStorage::fp32_master;
     plan.params.push_back(std::move(param));
@@ -104,31 +105,32 @@ inline StepPlan make_torch_plan(const torch::optim::Optimizer& optimizer,
   return plan;
 }
 
-/// Returns the dense values of a plan's gradients.
+/// Returns the values of a plan's gradients as dense tensors.
 inline std::vector<at::Tensor> dense_gradients(const StepPlan& plan) {
   std::vector<at::Tensor> gradients;
   gradients.reserve(plan.params.size());
   for (const StepPlan::Param& param : plan.params) {
-    gradients.push_back(plan.is_checked ? param.gradient : gradient_values(*param.parameter));
+    gradients.push_back(plan.has_checked_gradients ? param.gradient
+                                                   : gradient_values(*param.parameter));
   }
   return gradients;
 }
 
-/// Calls `visit(span)` for each stretch of tensors on one device.
+/// Calls `visit(span)` for each run of consecutive tensors on one device.
 template <class Visit>
 void for_each_device(std::span<const at::Tensor> tensors, const Visit& visit) {
   while (!tensors.empty()) {
-    const auto is_elsewhere = [device = tensors.front().device()](const at::Tensor& tensor) {
+    const auto is_on_other_device = [device = tensors.front().device()](const at::Tensor& tensor) {
       return tensor.device() != device;
     };
-    const auto end = std::ranges::find_if(tensors, is_elsewhere);
+    const auto end = std::ranges::find_if(tensors, is_on_other_device);
     const auto count = static_cast<std::size_t>(end - tensors.begin());
     visit(tensors.first(count));
     tensors = tensors.subspan(count);
   }
 }
 
-/// Adds another device's statistics to `sum`, on the device of `sum`.
+/// Merges another device's statistics into `sum`, on the device of `sum`.
 inline void merge(GradStats& sum, const GradStats& other) {
   const at::Device device = sum.inv_scale.device();
   sum.found_inf = sum.found_inf.add(to_device(other.found_inf, device));
@@ -136,18 +138,19 @@ inline void merge(GradStats& sum, const GradStats& other) {
   sum.max_abs = at::maximum(sum.max_abs, to_device(other.max_abs, device));
 }
 
-/// Returns what the gradients are to be multiplied with; none if the step is skipped. Waits for the
-/// device of `stats`.
+/// Returns the multipliers of the gradients (unscale and clip); nullopt if the step is skipped.
+/// Synchronizes with the device of `stats`.
 inline std::optional<GradMultipliers> grad_multipliers(const GradStats& stats, double max_norm) {
   if (!stats.defined()) return GradMultipliers{};
   if (stats.found_inf.item<float>() != 0.0F) return std::nullopt;
-  const bool clips = stats.norm_sq.defined();
-  return grad_multipliers(stats.inv_scale.item<double>(),
-                          clips ? clip_coefficient(stats.norm_sq.item<double>(), max_norm) : 1.0);
+  const bool has_norm = stats.norm_sq.defined();
+  return grad_multipliers(
+      stats.inv_scale.item<double>(),
+      has_norm ? clip_coefficient(stats.norm_sq.item<double>(), max_norm) : 1.0);
 }
 
-/// Reads dense gradients once; see MixedPrecisionOptimizer::grad_stats. Those of one device should
-/// follow each other.
+/// Returns statistics of dense gradients over all devices; see MixedPrecisionOptimizer::grad_stats.
+/// Gradients of one device should be consecutive.
 inline GradStats compute_grad_stats_across_devices(std::span<const at::Tensor> gradients,
                                                    const at::Tensor& inv_scale) {
   if (gradients.empty()) return compute_grad_stats({}, inv_scale);
@@ -164,22 +167,22 @@ inline GradStats compute_grad_stats_across_devices(std::span<const at::Tensor> g
   return all;
 }
 
-/// Returns whether any gradient is inf or NaN. Waits for their devices.
-/// \param gradients  dense or sparse, on any devices; undefined ones are left out
+/// Returns whether any gradient has an inf or NaN. Synchronizes with the host.
+/// \param gradients  dense or sparse, on any devices; undefined ones are ignored
 inline bool any_nonfinite(std::span<const at::Tensor> gradients) {
   std::vector<at::Tensor> values;
   for (const at::Tensor& gradient : gradients) {
-    if (gradient.defined())
-      values.push_back(gradient.is_sparse() ? gradient.coalesce()._values() : gradient);
+    if (!gradient.defined()) continue;
+    values.push_back(gradient.is_sparse() ? gradient.coalesce()._values() : gradient);
   }
   return compute_grad_stats_across_devices(values, at::ones({})).found_inf.item<float>() != 0.0F;
 }
 
-/// Clips unscaled gradients of this norm in place to `max_norm`, as `clip_grad_norm_` does: those
-/// of double by a double, others by the nearest float.
+/// Clips unscaled gradients with 2-norm `norm` in place to `max_norm`, as `clip_grad_norm_`:
+/// float64 gradients by a float64 coefficient, others by a float32 one.
 inline void clip_in_place(std::span<const at::Tensor> gradients, double norm, double max_norm) {
   const double coefficient = max_norm / (norm + 1e-6);
-  if (coefficient >= 1) return;  // a NaN spreads, as from libtorch's clipping
+  if (coefficient >= 1) return;  // false for NaN, which spreads as in torch's clipping
   for_each_device(gradients, [&](std::span<const at::Tensor> here) {
     std::vector<at::Tensor> others;
     for (const at::Tensor& gradient : unique_tensors({here.begin(), here.end()})) {
@@ -189,11 +192,11 @@ inline void clip_in_place(std::span<const at::Tensor> gradients, double norm, do
         gradient.mul_(coefficient);
       }
     }
-    at::Tensor unread = at::zeros({}, here.front().options().dtype(at::kFloat));
-    if (!others.empty()) unscale_and_check_(others, unread, at::full_like(unread, coefficient));
+    at::Tensor found_inf = at::zeros({}, here.front().options().dtype(at::kFloat));
+    if (!others.empty())
+      unscale_and_check_(others, found_inf, at::full_like(found_inf, coefficient));
   });
 }
 
 }  // namespace detail
-
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -18,7 +18,7 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// Returns the rates that the options of `groups` say.
+/// Returns the `lr` option of each group.
 inline std::vector<double> get_current_lrs(
     const std::vector<torch::optim::OptimizerParamGroup>& groups) {
   std::vector<double> lrs;
@@ -27,34 +27,37 @@ inline std::vector<double> get_current_lrs(
   return lrs;
 }
 
-/// The rates of param groups under a schedule, by LambdaLR's rule: the base of each group is fixed,
-/// and the `lr` option shows base times factor. Another number there is the user's, for one step.
+/// The lrs of param groups under a schedule, as in LambdaLR: each group has a fixed base lr, and
+/// its `lr` option is set to base lr times factor. Any other value there was set by hand, for one
+/// step.
 class ScheduledLrs {
  public:
   using Groups = std::vector<torch::optim::OptimizerParamGroup>;
 
-  /// Shows each group's base times `factor`. The rates that the options say now are the base_lrs of
-  /// groups that have none yet.
+  /// Sets each group's `lr` option to its base lr times `factor`. A group without a base lr gets
+  /// its current `lr` as base lr.
   void set_optimizer_lrs(Groups& groups, double factor) {
     base_lrs_ = base_lrs(groups);
-    for (std::size_t i = 0; i < groups.size(); ++i)
+    for (std::size_t i = 0; i < groups.size(); ++i) {
       groups[i].options().set_lr(base_lrs_[i] * factor);
+    }
     last_lrs_ = get_current_lrs(groups);
   }
-  /// Returns whether the user has written the rate of a group since the last show.
+  /// Returns whether an `lr` option was changed since set_optimizer_lrs.
   bool has_manual_lr(const Groups& groups) const {
-    const std::vector<double> lrs = get_current_lrs(groups);  // more or fewer groups than then
+    const std::vector<double> lrs =
+        get_current_lrs(groups);  // groups may have been added or removed
     const auto [last, lr] =
         std::mismatch(last_lrs_.begin(), last_lrs_.end(), lrs.begin(), lrs.end());
     return last != last_lrs_.end() && lr != lrs.end();
   }
-  /// Returns the base_lrs of all groups.
+  /// Returns the base lr of each group.
   std::vector<double> base_lrs(const Groups& groups) const {
     std::vector<double> all = get_current_lrs(groups);
     std::copy_n(base_lrs_.begin(), std::min(base_lrs_.size(), all.size()), all.begin());
     return all;
   }
-  /// Returns the rates of the next_lrs step, whose factor is `factor`.
+  /// Returns the lrs of the next step, whose factor is `factor`.
   std::vector<double> next_lrs(const Groups& groups, double factor) const {
     std::vector<double> lrs = get_current_lrs(groups);
     for (std::size_t i = 0; i < lrs.size(); ++i) {
@@ -63,12 +66,12 @@ class ScheduledLrs {
     }
     return lrs;
   }
-  /// Sets the base_lrs of rates that the options show now.
+  /// Sets the base lrs; the `lr` options stay.
   void set_base_lrs(std::vector<double> base_lrs, const Groups& groups) {
     base_lrs_ = std::move(base_lrs);
     last_lrs_ = get_current_lrs(groups);
   }
-  /// Makes rates that the user has written since the base_lrs of their groups.
+  /// Makes lrs that were set by hand the base lrs of their groups.
   void adopt_manual_lrs(const Groups& groups) {
     const std::vector<double> lrs = get_current_lrs(groups);
     for (std::size_t i = 0; i < std::min(base_lrs_.size(), lrs.size()); ++i) {
@@ -81,9 +84,8 @@ class ScheduledLrs {
   std::vector<double> last_lrs_;
 };
 
-/// The table of a schedule, whose entry n is the factor of the step after n applied ones, on the
-/// host and on a device; and the rates of param groups under it.
-/// MixedPrecisionOptimizer::set_lr_factors has the rules.
+/// The lr factors of a schedule, on the host and on a device, and the lrs of param groups under
+/// them. Entry n is the factor after n applied steps; see MixedPrecisionOptimizer::set_lr_factors.
 class LrFactors {
  public:
   using Groups = ScheduledLrs::Groups;
@@ -91,7 +93,7 @@ class LrFactors {
   bool empty() const noexcept { return table_.empty(); }
   const std::vector<double>& table() const noexcept { return table_; }
 
-  /// Sets the table, and shows the rates of the step after `applied_steps` applied ones.
+  /// Sets the table, and the `lr` options of the step after `applied_steps` applied steps.
   /// \throws c10::Error if a factor is negative or not finite
   void set(std::vector<double> factors, Groups& groups, int64_t applied_steps) {
     for (std::size_t i = 0; i < factors.size(); ++i) {
@@ -100,12 +102,12 @@ class LrFactors {
     }
     if (empty()) scheduled_.adopt_manual_lrs(groups);
     scheduled_.set_optimizer_lrs(
-        groups, factor_after(factors, applied_steps));  // throws where none can be set
+        groups, factor_after(factors, applied_steps));  // throws if options have no lr
     if (factors.empty()) scheduled_ = {};
     table_ = std::move(factors);
     on_device_ = at::Tensor();
   }
-  /// Shows the rates of the step after `applied_steps` applied ones.
+  /// Sets the `lr` options of the step after `applied_steps` applied steps.
   void set_optimizer_lrs(Groups& groups, int64_t applied_steps) {
     if (!empty()) scheduled_.set_optimizer_lrs(groups, factor_after(table_, applied_steps));
   }
@@ -115,23 +117,23 @@ class LrFactors {
   std::vector<double> lrs(const Groups& groups, int64_t applied_steps) const {
     return scheduled_.next_lrs(groups, factor_after(table_, applied_steps));
   }
-  /// Makes the rates that the options say the base rates.
+  /// Sets the `lr` options to the base lrs.
   void set_base_lrs(Groups& groups, const std::vector<double>& lrs) {
     for (std::size_t i = 0; i < groups.size(); ++i) groups[i].options().set_lr(lrs[i]);
     scheduled_ = {};
   }
-  /// Takes over a file's base rates; if there are none, those that the options say.
+  /// Restores the base lrs of an archive; if empty, the `lr` options are the base lrs.
   void load_base_lrs(const std::vector<double>& lrs, const Groups& groups) {
-    scheduled_ = {};  // options of your own may have no rate
+    scheduled_ = {};  // custom options may have no lr
     if (!lrs.empty()) scheduled_.set_base_lrs(lrs, groups);
   }
-  /// Returns whether the user has written a rate since it was shown.
+  /// Returns whether an `lr` option was changed by hand.
   bool has_manual_lr(const Groups& groups) const { return scheduled_.has_manual_lr(groups); }
 
-  /// Returns the table as doubles on `device`.
+  /// Returns the table as float64 on `device`.
   const at::Tensor& on(at::Device device) {
     if (!on_device_.defined() || on_device_.device() != device) {
-      check_not_capturing(device, "the table of lr factors");
+      check_not_capturing(device, "the lr factors");
       on_device_ = at::tensor(table_, at::kDouble).to(device);
     }
     return on_device_;

@@ -5,8 +5,8 @@
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/version.h>
 #include <mezzo/optim/detail/ema_params.h>
-#include <mezzo/optim/detail/fused_param_state.h>
 #include <mezzo/optim/detail/gradients.h>
+#include <mezzo/optim/detail/master_state.h>
 #include <mezzo/optim/detail/optimizer_archive.h>
 #include <mezzo/optim/master_weights.h>
 
@@ -33,11 +33,9 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-// --- The inner optimizer for the time of a step ------------------------------------------------
-
-// The state of libtorch's optimizers is what it was made like, and some of it is made like the
-// parameter: Adagrad's sum by the constructor, all of it by steps that were taken without masters.
-// An optimizer goes on in the state's dtype, and a running mean in 16 bits does not run.
+// torch's optimizers create state in the parameter's dtype (Adagrad's sum in the constructor) and
+// keep that dtype. State of steps without masters has 16 bits, in which running means do not
+// change.
 
 inline void cast_to_float_(std::initializer_list<at::Tensor*> tensors) {
   for (at::Tensor* tensor : tensors) {
@@ -53,9 +51,8 @@ bool cast_adam_state_to_float_(torch::optim::OptimizerParamState& state) {
   return true;
 }
 
-/// Makes the state of an optimizer of libtorch's float, where it is of 16 bits. Adagrad makes its
-/// sum in the constructor, of the value in its defaults: where the sum still is that value,
-/// rounded, it becomes the value itself.
+/// Casts 16-bit state of a torch optimizer to float32. Adagrad's sum becomes the unrounded
+/// initial_accumulator_value where it is that value rounded.
 inline void cast_state_to_float_(torch::optim::OptimizerParamState& state,
                                  const torch::optim::OptimizerOptions& defaults) {
   if (auto* const sgd = dynamic_cast<torch::optim::SGDParamState*>(&state)) {
@@ -63,12 +60,13 @@ inline void cast_state_to_float_(torch::optim::OptimizerParamState& state,
   } else if (auto* const adagrad = dynamic_cast<torch::optim::AdagradParamState*>(&state)) {
     at::Tensor& sum = adagrad->sum();
     const auto* const options = dynamic_cast<const torch::optim::AdagradOptions*>(&defaults);
-    const bool is_new =
+    const bool is_initial_sum =
         options != nullptr && adagrad->step() == 0 && sum.defined() && is_low_precision(sum);
-    const at::Tensor is_first =
-        is_new ? sum.eq(at::full_like(sum, options->initial_accumulator_value())) : at::Tensor();
+    const at::Tensor is_initial_value =
+        is_initial_sum ? sum.eq(at::full_like(sum, options->initial_accumulator_value()))
+                       : at::Tensor();
     cast_to_float_({&sum});
-    if (is_new) sum.masked_fill_(is_first, options->initial_accumulator_value());
+    if (is_initial_sum) sum.masked_fill_(is_initial_value, options->initial_accumulator_value());
   } else if (auto* const rmsprop = dynamic_cast<torch::optim::RMSpropParamState*>(&state)) {
     cast_to_float_({&rmsprop->square_avg(), &rmsprop->momentum_buffer(), &rmsprop->grad_avg()});
   } else if (!cast_adam_state_to_float_<torch::optim::AdamParamState>(state)) {
@@ -76,24 +74,21 @@ inline void cast_state_to_float_(torch::optim::OptimizerParamState& state,
   }
 }
 
-/// Does what Tensor::set_data does, but keeps the hooks of the gradient, which another dtype ends.
-inline void swap_tensor_data(const at::Tensor& parameter, const at::Tensor& memory) {
-  parameter.unsafeGetTensorImpl()->shallow_copy_from(memory.getIntrusivePtr());
+/// Tensor::set_data that keeps gradient hooks when the dtype changes.
+inline void replace_data(const at::Tensor& parameter, const at::Tensor& data) {
+  parameter.unsafeGetTensorImpl()->shallow_copy_from(data.getIntrusivePtr());
 }
 
 inline void set_group_lrs(torch::optim::Optimizer& optimizer, const std::vector<double>& lrs) {
   auto& groups = optimizer.param_groups();
-  const std::size_t known = std::min(groups.size(), lrs.size());  // a step may add groups
-  for (std::size_t i = 0; i < known; ++i) groups[i].options().set_lr(lrs[i]);
+  const std::size_t size = std::min(groups.size(), lrs.size());  // a step may add groups
+  for (std::size_t i = 0; i < size; ++i) groups[i].options().set_lr(lrs[i]);
 }
 
-// --- Files -------------------------------------------------------------------------------------
+// An archive has the inner optimizer's archive under "optimizer" and each existing master under its
+// parameter's index over all groups.
 
-// An archive holds, beside the inner optimizer's own under "optimizer", the masters that there are,
-// by the number of their parameters, counted through all groups. A parameter without one begins its
-// master from its own value, in a resumed run as here.
-
-inline constexpr const char* kMasterWeightsKey = "mezzo_master_weights";  // the format's version
+inline constexpr const char* kMasterWeightsKey = "mezzo_master_weights";  // format version
 inline constexpr int64_t kMasterWeightsFormat = 1;
 
 inline std::string master_key(std::size_t param_index) {
@@ -103,13 +98,15 @@ inline std::string master_key(std::size_t param_index) {
 }  // namespace detail
 
 MEZZO_INLINE MasterWeights::MasterWeights(torch::optim::Optimizer& optimizer) : inner_(&optimizer) {
-  TORCH_CHECK(dynamic_cast<torch::optim::LBFGS*>(&optimizer) == nullptr,
-              "MasterWeights: torch::optim::LBFGS calls its closure several times in a step, each "
-              "time with other weights, of which the model would have to know; train the model in "
-              "float, or use an optimizer that takes a step from one gradient");
-  TORCH_CHECK(OptimizerRef(optimizer).mixed_precision() == nullptr,
-              "MasterWeights is for optimizers that keep no masters, and this one is mezzo's: give "
-              "its constructor {.weight_storage = WeightStorage::fp32_master} instead");
+  TORCH_CHECK(
+      dynamic_cast<torch::optim::LBFGS*>(&optimizer) == nullptr,
+      "MasterWeights does not support torch::optim::LBFGS, whose steps evaluate the closure "
+      "several times with different weights; train the model in float32, or use another "
+      "optimizer");
+  TORCH_CHECK(
+      OptimizerRef(optimizer).mixed_precision() == nullptr,
+      "MasterWeights does not support mezzo's optimizers, which have masters themselves: pass "
+      "the constructor {.weight_storage = WeightStorage::fp32_master} instead");
   check_parameters();
 }
 
@@ -117,34 +114,34 @@ MEZZO_INLINE at::Tensor MasterWeights::master_param(const at::Tensor& parameter)
   if (!detail::is_low_precision(parameter)) return parameter;
   detail::check_not_averaged(parameter, description());
   detail::MasterState& state = get_master_state(parameter);
-  state.show(parameter);
+  state.expose_master(parameter);
   return state.master;
 }
 
-/// Returns the master, in agreement with the parameter as it is now; made if there is none.
+/// Returns the master, created if necessary and updated with the parameter's current value.
 MEZZO_INLINE detail::MasterState& MasterWeights::get_master_state(const at::Tensor& parameter) {
-  const detail::NoGradInferenceGuard no_graph;
+  const detail::NoGradInferenceGuard no_grad;
   MasterEntry& entry = masters_[parameter.unsafeGetTensorImpl()];
   entry.parameter = parameter;
   detail::MasterState& state = entry.state;
   const bool is_resized = state.master.defined() && state.master.sizes() != parameter.sizes();
-  if (is_resized) state.master = at::Tensor();  // all of the parameter was written
+  if (is_resized) state.master = at::Tensor();
   detail::prepare_master(parameter, state);
   detail::update_master_from_param(parameter, state);
   return state;
 }
 
-/// Looks at the parameters when there are more or fewer than before. A parameter that is in no
-/// group keeps its master, as it keeps its state, until nothing else holds it.
+/// Checks the parameters after their number has changed, and erases the masters and states of
+/// destroyed parameters. A parameter that was removed from its group keeps both.
 MEZZO_INLINE void MasterWeights::check_parameters() {
   std::vector<at::Tensor> all = description().parameters();
-  const std::size_t parameters = all.size();
-  if (parameters == num_checked_params_ && masters_.size() <= parameters) return;
+  const std::size_t num_params = all.size();
+  if (num_params == num_checked_params_ && masters_.size() <= num_params) return;
   std::erase_if(all,
                 [](const at::Tensor& parameter) { return !detail::is_low_precision(parameter); });
   detail::check_no_duplicates(all, description());
-  num_checked_params_ = parameters;
-  all.clear();  // each holds its parameter
+  num_checked_params_ = num_params;
+  all.clear();  // releases the parameters, for use_count
   for (auto entry = masters_.begin(); entry != masters_.end();) {
     if (entry->second.parameter.use_count() > 1) {
       ++entry;
@@ -158,8 +155,8 @@ MEZZO_INLINE void MasterWeights::check_parameters() {
 MEZZO_INLINE StepPlan MasterWeights::plan() {
   const c10::NoGradGuard no_grad;
   check_parameters();
-  StepPlan plan = detail::make_torch_plan(*inner_, /*keeps_masters=*/true);
-  for (const StepPlan::Param& param : plan.params) {  // whose value would become the master
+  StepPlan plan = detail::make_torch_plan(*inner_, /*has_masters=*/true);
+  for (const StepPlan::Param& param : plan.params) {
     if (param.storage == optim::WeightStorage::fp32_master) {
       detail::check_not_averaged(*param.parameter, description());
     }
@@ -179,24 +176,24 @@ MEZZO_INLINE void MasterWeights::apply(StepPlan plan, const GradStats& stats,
   if (options.zero_grad) detail::zero_gradients(*inner_);
 }
 
-/// Steps the inner optimizer with other gradients, with the rates of a schedule, and with masters
-/// in the memory of parameters of 16 bits. In the end everything has what it had, and the masters
-/// are rounded to their parameters.
+/// Steps the inner optimizer on the masters, with unscaled float32 gradients and the schedule's
+/// lrs. Afterwards restores parameters, gradients and lrs, and rounds the masters to the
+/// parameters.
 MEZZO_INLINE void MasterWeights::step_inner(const StepPlan& plan,
                                             const detail::GradMultipliers& multipliers) {
   struct SavedTensors {
-    at::Tensor parameter, gradient, memory, master;
+    at::Tensor parameter, gradient, data, master;
   };
   std::vector<SavedTensors> saved;
-  std::vector<double> lrs_before;  // options of your own may have none
+  std::vector<double> lrs_before;  // custom options may have no lr
   if (has_schedule()) lrs_before = detail::get_current_lrs(inner_->param_groups());
   const auto restore = [&] {
     for (const SavedTensors& tensors : saved) {
-      if (tensors.master.defined()) detail::swap_tensor_data(tensors.parameter, tensors.memory);
+      if (tensors.master.defined()) detail::replace_data(tensors.parameter, tensors.data);
       tensors.parameter.mutable_grad() = tensors.gradient;
     }
     if (has_schedule()) detail::set_group_lrs(*inner_, lrs_before);
-    for (const SavedTensors& tensors : saved) {  // what may throw
+    for (const SavedTensors& tensors : saved) {  // last, since it may throw
       if (tensors.master.defined()) tensors.parameter.detach().copy_(tensors.master);
     }
     detail::clear_autocast_cache();
@@ -207,43 +204,42 @@ MEZZO_INLINE void MasterWeights::step_inner(const StepPlan& plan,
       SavedTensors tensors{parameter, parameter.grad(), {}, {}};
       if (param.storage == optim::WeightStorage::fp32_master) {
         tensors.master = get_master_state(parameter).master;
-        tensors.memory = parameter.variable_data();
+        tensors.data = parameter.variable_data();
         const auto state = inner_->state().find(parameter.unsafeGetTensorImpl());
         if (state != inner_->state().end()) {
           detail::cast_state_to_float_(*state->second, inner_->defaults());
         }
       }
       saved.push_back(std::move(tensors));
-      if (saved.back().master.defined()) detail::swap_tensor_data(parameter, saved.back().master);
-      // In float before the product, so that nothing underflows on the way; the gradient itself
-      // is never written. Entries of one place are added first, as the inner optimizer would.
+      if (saved.back().master.defined()) detail::replace_data(parameter, saved.back().master);
+      // Cast to float32 before the product, against underflow. Sparse gradients are coalesced
+      // first, as the inner optimizer does.
       const bool is_low = detail::is_low_precision(param.gradient);
-      at::Tensor wide = is_low ? param.gradient.to(at::kFloat) : param.gradient;
-      const bool scales = multipliers.first != 1.0 || multipliers.second != 1.0;
-      if (wide.is_sparse() && scales) wide = wide.coalesce();
-      if (multipliers.first != 1.0) wide = wide.mul(multipliers.first);
-      if (multipliers.second != 1.0) wide = wide.mul(multipliers.second);
-      parameter.mutable_grad() = wide;
+      at::Tensor gradient = is_low ? param.gradient.to(at::kFloat) : param.gradient;
+      const bool is_scaled = multipliers.first != 1.0 || multipliers.second != 1.0;
+      if (gradient.is_sparse() && is_scaled) gradient = gradient.coalesce();
+      if (multipliers.first != 1.0) gradient = gradient.mul(multipliers.first);
+      if (multipliers.second != 1.0) gradient = gradient.mul(multipliers.second);
+      parameter.mutable_grad() = gradient;
     }
     if (has_schedule()) detail::set_group_lrs(*inner_, lrs());
     inner_->step();
   } catch (...) {
-    restore();  // as without masters, what was trained before it threw is trained
+    restore();  // keeps the updates before the exception, as without masters
     throw;
   }
   restore();
 }
 
 MEZZO_INLINE std::vector<at::Tensor> master_params(OptimizerRef optimizer) {
-  optim::MixedPrecisionOptimizer* const fused = optimizer.mixed_precision();
-  std::vector<at::Tensor> all;
+  optim::MixedPrecisionOptimizer* const mixed_precision = optimizer.mixed_precision();
+  std::vector<at::Tensor> masters;
   detail::for_each_parameter(optimizer.optimizer(), [&](const at::Tensor& parameter) {
-    all.push_back(fused != nullptr ? fused->master_param(parameter) : parameter);
+    masters.push_back(mixed_precision != nullptr ? mixed_precision->master_param(parameter)
+                                                 : parameter);
   });
-  return all;
+  return masters;
 }
-
-// --- Its own files -----------------------------------------------------------------------------
 
 MEZZO_INLINE void MasterWeights::save(torch::serialize::OutputArchive& archive) const {
   const c10::NoGradGuard no_grad;
@@ -264,44 +260,46 @@ MEZZO_INLINE void MasterWeights::save(torch::serialize::OutputArchive& archive) 
 
 MEZZO_INLINE MasterWeights::ArchiveContents MasterWeights::read_archive(
     torch::serialize::InputArchive& archive) const {
-  const detail::NoGradInferenceGuard no_graph;
+  const detail::NoGradInferenceGuard no_grad;
   c10::IValue format, name;
+  TORCH_CHECK(archive.try_read(detail::kMasterWeightsKey, format),
+              "MasterWeights: the archive has no masters; load what "
+              "torch::save(masters, path) wrote (torch::load(masters.optimizer(), path) reads the "
+              "optimizer's archive)");
   TORCH_CHECK(
-      archive.try_read(detail::kMasterWeightsKey, format),
-      "MasterWeights: the archive holds no masters; load what "
-      "torch::save(masters, path) wrote (torch::load(masters.optimizer(), path) reads the file of "
-      "the optimizer alone)");
-  TORCH_CHECK(format.isInt() && format.toInt() == detail::kMasterWeightsFormat,
-              "MasterWeights: the archive has a format that this version of mezzo does not know; "
-              "read it with the version that wrote it, or, if it is damaged, load an earlier one");
+      format.isInt() && format.toInt() == detail::kMasterWeightsFormat,
+      "MasterWeights: the archive has a format that this version of mezzo does not support; "
+      "read it with the version that wrote it, or, if it is corrupt, load an earlier one");
   const std::string expected = detail::archive_class_name(*inner_);
   TORCH_CHECK(archive.try_read(detail::kClassKey, name) && name.isString() &&
                   name.toStringRef() == expected,
-              "MasterWeights: the archive is that of the masters of ",
-              name.isString() ? name.toStringRef() : "no optimizer", ", and this one steps ",
-              expected, "; load the file of an optimizer of this class");
-  ArchiveContents read;
+              "MasterWeights: the archive is that of masters of ",
+              name.isString() ? name.toStringRef() : "no optimizer",
+              ", and the inner optimizer is ", expected,
+              "; load the archive of an optimizer of this class");
+  ArchiveContents contents;
   std::size_t param_index = 0;
   detail::for_each_parameter(*inner_, [&](const at::Tensor& parameter) {
     c10::IValue value;
     if (!archive.try_read(detail::master_key(param_index++), value)) return;
     at::Tensor master = value.isTensor() ? value.toTensor() : at::Tensor();
-    TORCH_CHECK(master.defined() && detail::is_low_precision(parameter) &&
-                    master.sizes() == parameter.sizes() && master.layout() == at::kStrided &&
-                    master.scalar_type() == at::kFloat,
-                "MasterWeights: the archive has the master ", detail::describe(master), " for ",
-                description().describe(parameter),
-                "; it is another model's, or this one was cast: load the file of this model, cast "
-                "as it was then");
+    TORCH_CHECK(
+        master.defined() && detail::is_low_precision(parameter) &&
+            master.sizes() == parameter.sizes() && master.layout() == at::kStrided &&
+            master.scalar_type() == at::kFloat,
+        "MasterWeights: the archive has the master ", detail::describe(master), " for ",
+        description().describe_param(parameter),
+        "; it is another model's, or this model was cast: load the archive of this model, cast "
+        "as it was when it was saved");
     if (master.is_inference()) master = master.clone();
-    read.masters[parameter.unsafeGetTensorImpl()] = {parameter, {.master = std::move(master)}};
+    contents.masters[parameter.unsafeGetTensorImpl()] = {parameter, {.master = std::move(master)}};
   });
-  read.progress = read_progress(archive, inner_->param_groups().size());
-  if (!read.progress.base_lrs.empty()) (void)detail::get_current_lrs(inner_->param_groups());
+  contents.progress = detail::read_progress(archive, inner_->param_groups().size(), "an optimizer");
+  if (!contents.progress.base_lrs.empty()) (void)detail::get_current_lrs(inner_->param_groups());
   TORCH_CHECK(
-      archive.try_read("optimizer", read.inner),
-      "MasterWeights: the archive lacks the inner optimizer; it is damaged: load an earlier one");
-  return read;
+      archive.try_read("optimizer", contents.inner),
+      "MasterWeights: the archive lacks the inner optimizer; it is corrupt: load an earlier one");
+  return contents;
 }
 
 MEZZO_INLINE void MasterWeights::check_load(torch::serialize::InputArchive& archive) const {
@@ -310,7 +308,7 @@ MEZZO_INLINE void MasterWeights::check_load(torch::serialize::InputArchive& arch
 }
 
 MEZZO_INLINE void MasterWeights::load(torch::serialize::InputArchive& archive) {
-  const detail::NoGradInferenceGuard no_graph;
+  const detail::NoGradInferenceGuard no_grad;
   ArchiveContents contents = read_archive(archive);
   detail::load_atomically(contents.inner, *inner_);
   masters_ = std::move(contents.masters);  // the next step compares them with the parameters

@@ -26,12 +26,12 @@
 #include <utility>
 #include <vector>
 
-// The archives of optimizers, mezzo's and libtorch's: which one fits which optimizer. Everything is
-// checked before anything is taken, so that an archive is loaded as a whole or not at all.
+// Archives of mezzo and torch optimizers. Everything is checked before anything is assigned, for
+// the strong exception guarantee.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace optim {
 
-/// A base of optimizers that can check an archive without loading it.
+/// Base of optimizers that can check an archive without loading it.
 struct ArchiveChecker {
   virtual ~ArchiveChecker() = default;
   /// Throws what `load` would throw, and changes nothing.
@@ -42,17 +42,17 @@ struct ArchiveChecker {
 
 namespace detail {
 
-/// The key of an optimizer's class in its archive. libtorch's archives name none.
+/// Key of an optimizer's class name in its archive; torch's archives have none.
 inline constexpr const char* kClassKey = "optimizer_class";
 
-/// What tells the archives of a class of optimizers from others.
+/// Keys by which an archive of an optimizer class is recognized.
 struct ArchiveFormat {
   std::string_view optimizer;
-  bool has_torch_class;                       ///< libtorch has an optimizer of this name
-  std::array<std::string_view, 3> options;    ///< keys of options that others may lack
-  std::array<std::string_view, 2> moments;    ///< keys of every state that has counted a step
-  std::array<std::string_view, 2> more = {};  ///< further keys of a state
-  bool is_quantized = false;                  ///< its class checks dtypes and shapes
+  bool has_torch_class;                       ///< torch has an optimizer of this name
+  std::array<std::string_view, 3> options;    ///< distinctive option keys
+  std::array<std::string_view, 2> moments;    ///< keys of every state with a step
+  std::array<std::string_view, 2> more = {};  ///< optional keys of a state
+  bool is_quantized = false;                  ///< dtypes and shapes are checked by the class
 };
 
 inline constexpr std::array kArchiveFormats{
@@ -78,7 +78,7 @@ inline constexpr std::array kArchiveFormats{
                   /*is_quantized=*/true},
 };
 
-/// Returns the format of a class; null for one that is neither mezzo's nor libtorch's.
+/// Returns the format of a mezzo or torch class; null for any other.
 inline const ArchiveFormat* archive_format(std::string_view optimizer) {
   const auto found = std::find_if(
       kArchiveFormats.begin(), kArchiveFormats.end(),
@@ -87,7 +87,7 @@ inline const ArchiveFormat* archive_format(std::string_view optimizer) {
 }
 
 /// Returns the class name without namespaces: "AdamW" for `torch::optim::AdamW`,
-/// `mezzo::optim::AdamW` and a ShardedOptimizer of it, which read each other's archives.
+/// `mezzo::optim::AdamW` and a ShardedOptimizer of it, which share a format.
 inline std::string archive_class_name(const std::string& demangled) {
   const auto unqualified = [](const std::string& name) {
     const std::size_t colon = name.rfind("::", name.find('<'));
@@ -102,15 +102,15 @@ inline std::string archive_class_name(const torch::optim::Optimizer& optimizer) 
   return archive_class_name(c10::demangle(typeid(optimizer).name()));
 }
 
-/// The groups and states of an archive, while it is read or written.
+/// The groups and states of an archive that is being read or written.
 class SerializedOptimizer final : public torch::optim::Optimizer {
  public:
   SerializedOptimizer() : Optimizer(std::vector<torch::optim::OptimizerParamGroup>{}, nullptr) {}
   at::Tensor step(LossClosure /*closure*/) override { return {}; }
 };
 
-/// Calls `load`. Returns what it threw; empty if it did not throw. Of a value of another type
-/// libtorch says that it is a bug in PyTorch, which it is not.
+/// Calls `load` and returns the message of the exception that it threw; empty without one. Drops
+/// torch's request to report a bug, which it adds for a value of another type.
 template <class Load>
 std::string load_error(const Load& load) {
   constexpr std::string_view kBug = "please report a bug to PyTorch. ";
@@ -131,17 +131,17 @@ inline std::string join_sorted(std::vector<std::string> keys) {
   return c10::Join(", ", keys);
 }
 
-/// Returns the number that libtorch keeps as a tensor under `key`; -1 if there is none.
+/// Returns the size that torch stores as a tensor under `key`; -1 if there is none.
 inline int64_t read_size(torch::serialize::InputArchive& archive, const std::string& key) {
   c10::IValue value;
-  const bool is_count = archive.try_read(key, value) && value.isTensor() &&
-                        value.toTensor().defined() && value.toTensor().numel() == 1 &&
-                        value.toTensor().scalar_type() == at::kLong;
-  return is_count ? value.toTensor().item<int64_t>() : -1;
+  const bool is_size = archive.try_read(key, value) && value.isTensor() &&
+                       value.toTensor().defined() && value.toTensor().numel() == 1 &&
+                       value.toTensor().scalar_type() == at::kLong;
+  return is_size ? value.toTensor().item<int64_t>() : -1;
 }
 
 /// Checks the state of one parameter. \throws c10::Error as check_optimizer_archive
-/// \param may_be_sparse  whether moments may be, as those of torch's SGD with sparse gradients are
+/// \param may_be_sparse  whether moments may be sparse, as in torch's SGD with sparse gradients
 inline void check_state_archive(torch::serialize::InputArchive& state, const ArchiveFormat& format,
                                 const at::Tensor& parameter, const OptimizerDescription& optimizer,
                                 bool may_be_sparse) {
@@ -156,18 +156,20 @@ inline void check_state_archive(torch::serialize::InputArchive& state, const Arc
     state.read(key, value);
     if (value.isNone()) continue;
     if (key == "step") {
-      TORCH_CHECK(value.isInt(), optimizer, ": the state of ", optimizer.describe(parameter),
-                  " has a step that is no integer; it is damaged: load an earlier file");
-      check_steps(steps = value.toInt());
+      TORCH_CHECK(value.isInt(), optimizer, ": the state of ", optimizer.describe_param(parameter),
+                  " has a step that is not an integer; it is corrupt: load an earlier one");
+      steps = value.toInt();
+      check_steps(steps);
       continue;
     }
     const bool is_master = key == "master";
     TORCH_CHECK(is_master || has(format.moments, key) || has(format.more, key), optimizer,
                 ": the archive is that of another class of optimizer: it has the state ",
-                join_sorted(state.keys()), " of ", optimizer.describe(parameter),
-                "; load the file of an optimizer that was made as this one");
-    TORCH_CHECK(value.isTensor(), optimizer, ": \"", key, "\" of ", optimizer.describe(parameter),
-                " is no tensor in the archive; it is damaged: load an earlier file");
+                join_sorted(state.keys()), " of ", optimizer.describe_param(parameter),
+                "; load the archive of an optimizer with the same class and options");
+    TORCH_CHECK(value.isTensor(), optimizer, ": \"", key, "\" of ",
+                optimizer.describe_param(parameter),
+                " is not a tensor in the archive; it is corrupt: load an earlier one");
     const at::Tensor tensor = value.toTensor();
     if (!tensor.defined()) continue;
     found.insert(key);
@@ -178,23 +180,24 @@ inline void check_state_archive(torch::serialize::InputArchive& state, const Arc
         at::isFloatingType(tensor.scalar_type()) || (parameter.is_complex() && tensor.is_complex());
     TORCH_CHECK(
         (tensor.layout() == at::kStrided || (may_be_sparse && tensor.is_sparse())) && is_number,
-        optimizer, ": \"", key, "\" of ", optimizer.describe(parameter), " is ", describe(tensor),
-        " in the archive; it should be dense and of a floating dtype: load the file of an "
-        "optimizer that was made as this one");
+        optimizer, ": \"", key, "\" of ", optimizer.describe_param(parameter), " is ",
+        describe(tensor),
+        " in the archive; it should be dense and of a floating dtype: load the archive of an "
+        "optimizer with the same class and options");
   }
   for (const std::string_view moment : format.moments) {
     const bool is_needed = !moment.empty() && (steps > 0 || !has_master);
     TORCH_CHECK(!is_needed || found.count(std::string(moment)) > 0, optimizer,
-                ": the archive lacks \"", moment, "\" of ", optimizer.describe(parameter),
+                ": the archive lacks \"", moment, "\" of ", optimizer.describe_param(parameter),
                 ", and has the state ", join_sorted(state.keys()),
-                "; it is that of another class of optimizer, or damaged: load the file of an "
-                "optimizer that was made as this one");
+                "; it is that of another class of optimizer, or corrupt: load the archive of an "
+                "optimizer with the same class and options");
   }
 }
 
-/// Checks that an archive is that of an optimizer of the class `optimizer.name`, over groups of as
-/// many parameters, with states of their shapes.
-/// \throws c10::Error, naming what the archive has and what it should have
+/// Checks that an archive is that of an optimizer of the class `optimizer.name`, with groups of the
+/// same sizes and states of the parameters' shapes.
+/// \throws c10::Error, with the archive's value and the expected one
 inline void check_optimizer_archive(torch::serialize::InputArchive& archive,
                                     const OptimizerDescription& optimizer,
                                     bool may_be_sparse = false) {
@@ -202,33 +205,32 @@ inline void check_optimizer_archive(torch::serialize::InputArchive& archive,
   TORCH_CHECK(archive.try_read("pytorch_version", version) && version.isString() &&
                   version.toStringRef() == "1.5.0",
               optimizer,
-              ": the archive holds no optimizer's state, or that of a libtorch before 1.5; load "
+              ": the archive has no optimizer state, or that of a libtorch before 1.5; load "
               "what torch::save(optimizer, path) wrote");
   const ArchiveFormat* const format = archive_format(optimizer.name);
   if (archive.try_read(kClassKey, name)) {
     TORCH_CHECK(name.isString() && name.toStringRef() == optimizer.name, optimizer,
                 ": the archive is that of ", name.isString() ? name.toStringRef() : "another class",
-                "; load the file of an optimizer of this class");
+                "; load the archive of an optimizer of this class");
   } else {
     TORCH_CHECK(format == nullptr || format->has_torch_class, optimizer,
-                ": the archive names no class, as those of libtorch's optimizers, and libtorch has "
-                "no ",
+                ": the archive has no class name, as those of torch::optim, which has no ",
                 optimizer, "; load what torch::save(optimizer, path) wrote");
   }
   const auto check = [&optimizer](bool holds, const auto&... message) {
     if (holds) return;
     TORCH_CHECK(false, optimizer, ": ", message...,
-                "; load the file of an optimizer that was made as this one");
+                "; load the archive of an optimizer with the same class and options");
   };
   torch::serialize::InputArchive groups, group, options, states, state;
   check(archive.try_read("param_groups", groups) && archive.try_read("state", states),
         "the archive lacks its groups or states");
-  const int64_t count = read_size(groups, "param_groups/size");
-  check(count == static_cast<int64_t>(optimizer.groups.size()),
-        "the archive has a different number of parameter groups, ", count,
+  const int64_t num_groups = read_size(groups, "param_groups/size");
+  check(num_groups == static_cast<int64_t>(optimizer.groups.size()),
+        "the archive has a different number of parameter groups, ", num_groups,
         ", than this optimizer, ", optimizer.groups.size());
   std::set<std::string> ids;
-  // libtorch converts the id to an address, under which it looks up the state: "07" would be 7.
+  // torch converts the id to an address, under which it looks up the state: "07" would be 7.
   const auto is_canonical = [](const std::string& id) {
     return !id.empty() && id.size() < 20 &&
            id.find_first_not_of("0123456789") == std::string::npos &&
@@ -242,7 +244,7 @@ inline void check_optimizer_archive(torch::serialize::InputArchive& archive,
     const int64_t size = read_size(group, "params/size");
     check(size == static_cast<int64_t>(params.size()),
           "the archive contains a parameter group that has a different size: group ", i, " has ",
-          size, " parameters there, and ", params.size(), " here");
+          size, " parameters in the archive, and ", params.size(), " in this optimizer");
     const std::vector<std::string> keys = options.keys();
     if (format != nullptr) {
       for (const std::string_view key : format->options) {
@@ -256,7 +258,7 @@ inline void check_optimizer_archive(torch::serialize::InputArchive& archive,
       const bool has_id = group.try_read("params/" + std::to_string(k), id) && id.isString();
       const std::string text = has_id ? id.toStringRef() : "";
       check(has_id && is_canonical(text) && ids.insert(text).second, "parameter ", k, " of group ",
-            i, " has no number of its own in the archive");
+            i, " has no unique id in the archive");
       if (format != nullptr && states.try_read(text, state)) {
         check_state_archive(state, *format, params[k], optimizer, may_be_sparse);
       }
@@ -267,8 +269,9 @@ inline void check_optimizer_archive(torch::serialize::InputArchive& archive,
   }
 }
 
-/// Returns the groups and states of an archive, for the parameters and options of `optimizer`.
-/// \throws c10::Error as check_optimizer_archive, and for values that State or Options do not take
+/// Returns the groups and states of an archive for the parameters of `optimizer`.
+/// \throws c10::Error as check_optimizer_archive, and for values of other types than State's and
+///   Options'
 template <class State, class Options>
 SerializedOptimizer read_optimizer_archive(torch::serialize::InputArchive& archive,
                                            const OptimizerDescription& optimizer) {
@@ -279,13 +282,13 @@ SerializedOptimizer read_optimizer_archive(torch::serialize::InputArchive& archi
       load_error([&] { torch::optim::serialize<State, Options>(archive, serialized); });
   TORCH_CHECK(error.empty(), optimizer,
               ": the archive is that of an optimizer of another class or with other groups, or it "
-              "is damaged; load the file of an optimizer that was made as this one (",
+              "is corrupt; load the archive of an optimizer with the same class and options (",
               error, ")");
   return serialized;
 }
 
-/// Gives `optimizer` the states and options that were read. Its options stay where they are, since
-/// users hold references to them.
+/// Assigns states and options to `optimizer`. Assigns options in place, since users hold references
+/// to them.
 template <class Options>
 void assign_serialized(SerializedOptimizer serialized, torch::optim::Optimizer& optimizer) {
   optimizer.state() = std::move(serialized.state());
@@ -295,8 +298,8 @@ void assign_serialized(SerializedOptimizer serialized, torch::optim::Optimizer& 
   }
 }
 
-/// Throws what loading an archive would throw, as far as that shows without loading, and changes
-/// nothing. Optimizers of torch::optim load it into copies of their groups.
+/// Throws what loading an archive would throw, as far as it can be checked without loading, and
+/// changes nothing. torch::optim optimizers load it into copies of their groups.
 inline void check_load(torch::serialize::InputArchive& archive,
                        torch::optim::Optimizer& optimizer) {
   if (const auto* const checker = dynamic_cast<const optim::ArchiveChecker*>(&optimizer)) {
@@ -318,13 +321,13 @@ inline void check_load(torch::serialize::InputArchive& archive,
   const std::string error = load_error([&] { optimizer.load(archive); });
   swap_with_optimizer();
   TORCH_CHECK(error.empty(), name,
-              ": the archive is that of an optimizer of another class, or it is damaged; load the "
-              "file of an optimizer that was made as this one (",
+              ": the archive is that of an optimizer of another class, or it is corrupt; load the "
+              "archive of an optimizer with the same class and options (",
               error, ")");
 }
 
-/// Loads all of an optimizer's archive, or leaves it as it was. States that the archive lacks are
-/// dropped: there were none when it was saved.
+/// Loads an optimizer's archive with the strong exception guarantee. Drops states that the archive
+/// lacks.
 inline void load_atomically(torch::serialize::InputArchive& archive,
                             torch::optim::Optimizer& optimizer) {
   check_load(archive, optimizer);

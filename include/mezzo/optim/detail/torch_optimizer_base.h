@@ -5,6 +5,7 @@
 #include <mezzo/base/version.h>
 #include <mezzo/optim/detail/optimizer_archive.h>
 #include <mezzo/optim/detail/optimizer_description.h>
+#include <mezzo/optim/detail/serializable_options.h>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/GradMode.h>
@@ -20,19 +21,18 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// A torch::optim::Optimizer whose steps are not element by element, and which a GradScaler steps
-/// as it steps torch's: its groups, files and closures. `Derived` says what it refuses and how it
-/// steps:
+/// Base (CRTP) of optimizers that a GradScaler treats as torch's: not element-wise, of ATen ops.
+/// Implements param groups, archives and closures. `Derived` has:
 ///
 ///     static constexpr const char *kName, *kOptionsName;
 ///     static void check_options(const Options&);
 ///     void update();
 ///
-/// It may hide check_parameter, check_gradient, check_state and check_extra_keys.
+/// and may hide check_parameter, check_gradient, check_state and check_extra_keys.
 template <class Derived, class Options, class State>
 class TorchOptimizerBase : public torch::optim::Optimizer, public optim::ArchiveChecker {
  public:
-  /// Takes param groups, and options for those that have none.
+  /// \param defaults  options of groups without options
   explicit TorchOptimizerBase(const std::vector<torch::optim::OptimizerParamGroup>& groups,
                               const Options& defaults = {})
       : Optimizer(std::vector<torch::optim::OptimizerParamGroup>{},
@@ -40,11 +40,11 @@ class TorchOptimizerBase : public torch::optim::Optimizer, public optim::Archive
     for (const auto& group : groups) add_param_group(group);
     check_has_parameters(!groups.empty(), Derived::kName);
   }
-  /// Takes parameters, as one group.
+  /// Makes one group of `parameters`.
   explicit TorchOptimizerBase(std::vector<at::Tensor> parameters, const Options& defaults = {})
       : TorchOptimizerBase(make_single_group(std::move(parameters), Derived::kName), defaults) {}
 
-  /// Adds a group. \throws c10::Error as the constructor does, and has not added it
+  /// Adds a group. \throws c10::Error as the constructor, without adding it
   void add_param_group(const torch::optim::OptimizerParamGroup& group) {
     Optimizer::add_param_group(group);
     try {
@@ -56,16 +56,15 @@ class TorchOptimizerBase : public torch::optim::Optimizer, public optim::Archive
     }
   }
 
-  /// Calls `closure`, if there is one, takes a step, and returns what the closure returned.
-  /// \throws c10::Error for a gradient that it cannot take or an option out of range, before
-  ///   anything is written
+  /// Calls `closure`, if given, steps, and returns the closure's loss.
+  /// \throws c10::Error, before any write, for an unsupported gradient or an option out of range
   at::Tensor step(LossClosure closure = nullptr) override {
     at::Tensor loss = call_closure(closure);
     const c10::NoGradGuard no_grad;
-    std::size_t count = 0;
-    for (const auto& group : param_groups_) count += group.params().size();
-    if (count != num_checked_params_)
-      check_parameters();  // a group came through torch::optim::Optimizer
+    std::size_t num_params = 0;
+    for (const auto& group : param_groups_) num_params += group.params().size();
+    // A group may have been added through torch::optim::Optimizer.
+    if (num_params != num_checked_params_) check_parameters();
     for (std::size_t group = 0; group < param_groups_.size(); ++group) {
       check_group(group);
       for (const at::Tensor& parameter : param_groups_[group].params()) {
@@ -74,9 +73,10 @@ class TorchOptimizerBase : public torch::optim::Optimizer, public optim::Archive
         const auto found = state_.find(parameter.unsafeGetTensorImpl());
         if (found == state_.end()) continue;
         const auto* const state = dynamic_cast<const State*>(found->second.get());
-        TORCH_CHECK(state != nullptr, Derived::kName, ": the state of ",
-                    description().describe(parameter),
-                    " is another optimizer's; copy states between optimizers of one class");
+        TORCH_CHECK(
+            state != nullptr, Derived::kName, ": the state of ",
+            description().describe_param(parameter),
+            " is another optimizer's; copy states only between optimizers of the same class");
         Derived::check_state(parameter, *state, description());
       }
     }
@@ -90,8 +90,8 @@ class TorchOptimizerBase : public torch::optim::Optimizer, public optim::Archive
     torch::optim::serialize<State, Options>(archive, *this);
     archive.write(kClassKey, c10::IValue(std::string(Derived::kName)));
   }
-  /// Reads all of what `save` wrote. States that the archive lacks are dropped.
-  /// \throws c10::Error, and changes nothing, for any other archive
+  /// Reads what `save` wrote. Drops states that the archive lacks.
+  /// \throws c10::Error, with the strong exception guarantee, for any other archive
   void load(torch::serialize::InputArchive& archive) override {
     assign_serialized<Options>(read_archive(archive), *this);
   }
@@ -103,17 +103,17 @@ class TorchOptimizerBase : public torch::optim::Optimizer, public optim::Archive
  protected:
   OptimizerDescription description() const { return {Derived::kName, param_groups_}; }
 
-  /// Returns the state of a parameter, made at its first step.
+  /// Returns the state of a parameter, created at its first step.
   State& get_or_create_state(const at::Tensor& parameter) {
     auto& state = state_[parameter.unsafeGetTensorImpl()];
     if (state == nullptr) state = std::make_unique<State>();
     return static_cast<State&>(*state);
   }
 
-  /// Refuses nothing of a new group.
+  /// Checks a parameter of a new group. No-op by default.
   static void check_parameter(const at::Tensor& /*parameter*/,
-                              const OptimizerDescription& /*words*/) {}
-  /// Refuses a state of other shapes, before a step writes anything.
+                              const OptimizerDescription& /*description*/) {}
+  /// Checks the shapes of a state before a step.
   static void check_state(const at::Tensor& parameter, const State& state,
                           const OptimizerDescription& description) {
     if constexpr (requires { state.exp_avg_sq(); }) {
@@ -123,22 +123,22 @@ class TorchOptimizerBase : public torch::optim::Optimizer, public optim::Archive
       check_state_shape(state.momentum_buffer(), "a moment", parameter, description);
     }
   }
-  /// Checks what an archive has beside groups and states.
+  /// Checks keys of an archive other than groups and states. No-op by default.
   static void check_extra_keys(torch::serialize::InputArchive& /*archive*/) {}
-  /// Refuses a sparse gradient, before a step writes anything.
+  /// Checks a gradient before a step.
   void check_gradient(const at::Tensor& parameter) const {
     if (is_low_precision(parameter)) {
       warn_rounded_weights(parameter, description(), "a mezzo::MasterWeights around the optimizer");
     }
     TORCH_CHECK(parameter.grad().layout() == at::kStrided, Derived::kName,
-                " does not support sparse gradients, and ", description().describe(parameter),
+                " does not support sparse gradients, and ", description().describe_param(parameter),
                 " has one; make its Embedding with sparse(false)");
   }
 
  private:
-  /// Returns the groups and states of an archive, checked.
+  /// Returns the checked groups and states of an archive.
   SerializedOptimizer read_archive(torch::serialize::InputArchive& archive) const {
-    const NoGradInferenceGuard no_graph;
+    const NoGradInferenceGuard no_grad;
     for (std::size_t group = 0; group < param_groups_.size(); ++group) check_group(group);
     SerializedOptimizer serialized = read_optimizer_archive<State, Options>(archive, description());
     for (std::size_t group = 0; group < serialized.param_groups().size(); ++group) {
@@ -161,7 +161,7 @@ class TorchOptimizerBase : public torch::optim::Optimizer, public optim::Archive
                                                       Derived::kOptionsName));
   }
 
-  /// Checks all groups, and that no parameter is in two places.
+  /// Checks all groups, and that no parameter appears twice.
   void check_parameters() {
     const std::vector<at::Tensor> all = description().parameters();
     for (std::size_t group = 0; group < param_groups_.size(); ++group) check_group(group);
@@ -170,7 +170,7 @@ class TorchOptimizerBase : public torch::optim::Optimizer, public optim::Archive
     num_checked_params_ = all.size();
   }
 
-  std::size_t num_checked_params_ = 0;  // that were checked
+  std::size_t num_checked_params_ = 0;
 };
 
 }  // namespace detail

@@ -4,12 +4,13 @@
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/detail/inference_mode.h>
 #include <mezzo/base/detail/low_precision.h>
-#include <mezzo/kernels/compute_grad_stats.h>
 #include <mezzo/kernels/graph_capture.h>
+#include <mezzo/kernels/unscale.h>
 #include <mezzo/optim/detail/gradients.h>
 #include <mezzo/optim/detail/optimizer_description.h>
 #include <mezzo/scaling/grad_scaler.h>
 
+#include <ATen/Context.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/ones_like.h>
@@ -37,48 +38,48 @@ inline bool has_master(const StepPlan::Param& param) {
 
 inline void check_has_gradients(bool has_gradients, const torch::optim::Optimizer& optimizer) {
   TORCH_CHECK(
-      has_gradients,
-      "No inf checks were recorded for this optimizer. In C++: none of its parameters (",
+      has_gradients, "No inf checks were recorded for this optimizer. In C++: none of its ",
       OptimizerDescription{"", optimizer.param_groups()}.parameters().size(),
-      " in all) has a gradient, or had one at unscale_; call scaler.scale(loss).backward() before "
-      "it, and make the optimizer from the parameters() of the model that computed the loss; do "
-      "not step an optimizer whose model this iteration leaves out");
+      " parameters has a gradient, or had one at unscale_; call scaler.scale(loss).backward() "
+      "first, "
+      "construct the optimizer with the parameters() of the model that computed the loss, and do "
+      "not step an optimizer whose model did not take part in this iteration");
 }
 
 inline bool has_max_norm(const StepOptions& options) {
   return !is_positive_infinity(options.max_norm);
 }
 
-/// Makes the gradients of weights with a float master float, in the plan and in `.grad`, and gives
-/// them to the masters, for callers that hold master_params(optimizer).
-inline void set_master_grads(optim::MixedPrecisionOptimizer* fused, StepPlan& plan) {
+/// Casts the gradients of weights with a float32 master to float32, in the plan and in `.grad`.
+/// Calls master_param() so that the masters, which callers may hold, share these gradients.
+inline void set_master_grads(optim::MixedPrecisionOptimizer* optimizer, StepPlan& plan) {
   for (StepPlan::Param& param : plan.params) {
     if (!has_master(param)) continue;
     if (is_low_precision(param.gradient)) {
-      const NoGradInferenceGuard no_graph(param.gradient.is_inference());
+      const NoGradInferenceGuard no_grad(param.gradient.is_inference());
       param.gradient = param.parameter->grad().to(at::kFloat);
       param.parameter->mutable_grad() = param.gradient;
     }
-    (void)fused->master_param(*param.parameter);
+    (void)optimizer->master_param(*param.parameter);
   }
 }
 
-/// Takes the step of an optimizer that is not mezzo's, with gradients that carry no scale, or skips
-/// it.
+/// Clips the unscaled gradients and calls `optimizer.step()`, or skips the step if one is inf or
+/// NaN. For optimizers of torch::optim.
 inline StepResult maybe_opt_step(OptimizerRef optimizer, const std::vector<at::Tensor>& gradients,
-                                 StepResult::Values outcome, const StepOptions& options) {
-  if (outcome.applied) {
-    if (has_max_norm(options) && outcome.grad_norm) {
-      clip_in_place(gradients, *outcome.grad_norm, options.max_norm);
+                                 StepResult::Values values, const StepOptions& options) {
+  if (values.applied) {
+    if (has_max_norm(options) && values.grad_norm) {
+      clip_in_place(gradients, *values.grad_norm, options.max_norm);
     }
-    outcome.step_return = optimizer.step();
+    values.step_return = optimizer.step();
   }
-  skipped_optimizer = outcome.applied ? nullptr : &optimizer.optimizer();
+  skipped_optimizer = values.applied ? nullptr : &optimizer.optimizer();
   if (options.zero_grad) zero_gradients(optimizer.optimizer());
-  return StepResult(std::move(outcome));
+  return StepResult(std::move(values));
 }
 
-/// Adds a flag to the sum of several, which is undefined before the first.
+/// Adds `flag` to `sum`, which is undefined before the first flag.
 inline void add_flag(at::Tensor& sum, const at::Tensor& flag) {
   sum = sum.defined() ? sum.add(flag) : flag;
 }
@@ -88,38 +89,46 @@ inline void add_flag(at::Tensor& sum, const at::Tensor& flag) {
 MEZZO_INLINE GradScaler::GradScaler(const GradScalerOptions& options)
     : options_(options.validated()), initial_state_(options_.initial_state()) {}
 
+MEZZO_INLINE GradScaler::GradScaler(at::Device device, const GradScalerOptions& options)
+    : GradScaler(options) {
+  if (!options_.enabled || !device.is_cuda() || at::hasCUDA()) return;
+  TORCH_WARN(
+      "torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling. In C++: "
+      "GradScaler() without a device also scales on other devices");
+  options_.enabled = false;
+}
+
 // --- Unscaling ---------------------------------------------------------------------------------
 
 MEZZO_INLINE GradScaler::State& GradScaler::get_state(const torch::optim::Optimizer& optimizer) {
-  State present(optimizer);
-  State& state = per_optimizer_states_.try_emplace(&optimizer, present).first->second;
-  if (!state.is_of_same_optimizer(present)) {
+  State new_state(optimizer);
+  State& state = per_optimizer_states_.try_emplace(&optimizer, new_state).first->second;
+  if (!state.is_of_same_optimizer(new_state)) {
     add_found_inf(state);
-    state = std::move(present);
+    state = std::move(new_state);
   }
   return state;
 }
 
-/// Throws, naming the parameter, if a gradient of `plan` may not be unscaled.
-MEZZO_INLINE void GradScaler::check_scaled(const torch::optim::Optimizer& optimizer,
-                                           const StepPlan& plan) const {
-  const bool refuses_half = plan.has_fp16_without_master && !options_.allow_fp16_gradients;
+/// Throws if a gradient of `plan` must not be unscaled, naming its parameter.
+MEZZO_INLINE void GradScaler::check_can_unscale(const torch::optim::Optimizer& optimizer,
+                                                const StepPlan& plan) const {
+  const bool rejects_fp16 = plan.has_fp16_without_master && !options_.allow_fp16_gradients;
   for (const StepPlan::Param& param : plan.params) {
-    const bool is_half = param.gradient.scalar_type() == at::kHalf && !detail::has_master(param);
+    const bool is_fp16 = param.gradient.scalar_type() == at::kHalf && !detail::has_master(param);
     TORCH_CHECK(
-        !refuses_half || !is_half, "Attempting to unscale FP16 gradients. In C++: the gradient of ",
+        !rejects_fp16 || !is_fp16, "Attempting to unscale FP16 gradients. In C++: the gradient of ",
         detail::describe_param(optimizer, *param.parameter),
-        " is float16, in which it underflows without the loss scale; keep the weights in "
-        "float32 and run the forward pass under mezzo::AutocastGuard, or train float32 masters "
-        "with mezzo::MasterWeights or an optimizer of mezzo's that is given "
-        "{.weight_storage = WeightStorage::fp32_master} (GradScaler({.allow_fp16_gradients = "
-        "true}) unscales in float16 all the same)");
+        " is float16, in which it underflows without the loss scale; keep the weights in float32 "
+        "and run the forward pass under mezzo::AutocastGuard, or train float32 masters with "
+        "mezzo::MasterWeights or a mezzo optimizer with {.weight_storage = "
+        "WeightStorage::fp32_master} (GradScaler({.allow_fp16_gradients = true}) unscales in "
+        "float16)");
   }
   State::check_not_unscaled(per_optimizer_states_, optimizer, plan);
 }
 
-/// Notes which unscaled gradients were cleared before a loss is scaled. Threads may call it at
-/// once.
+/// Called before a loss is scaled. Thread-safe.
 MEZZO_INLINE void GradScaler::mark_cleared_grads() {
   if (per_optimizer_states_.empty()) return;
   const std::lock_guard lock(*mutex_);
@@ -127,12 +136,12 @@ MEZZO_INLINE void GradScaler::mark_cleared_grads() {
 }
 
 MEZZO_INLINE at::Tensor GradScaler::unscale_(OptimizerRef optimizer) {
-  optim::MixedPrecisionOptimizer* const fused = optimizer.mixed_precision();
+  optim::MixedPrecisionOptimizer* const mixed_precision = optimizer.mixed_precision();
   if (!options_.enabled) {
-    if (fused == nullptr) return {};
+    if (mixed_precision == nullptr) return {};
     const c10::NoGradGuard no_grad;
-    StepPlan plan = fused->plan();
-    detail::set_master_grads(fused, plan);
+    StepPlan plan = mixed_precision->plan();
+    detail::set_master_grads(mixed_precision, plan);
     return {};
   }
   check_scale_initialized("unscale_");
@@ -150,19 +159,19 @@ MEZZO_INLINE at::Tensor GradScaler::unscale_(OptimizerRef optimizer) {
   return state.found_inf;
 }
 
-/// Unscales in place, after the gradients of weights with masters have become float.
+/// Casts the gradients of weights with masters to float32, then unscales all in place.
 MEZZO_INLINE void GradScaler::unscale_grads(OptimizerRef optimizer, State& state) {
   const c10::NoGradGuard no_grad;
   StepPlan plan = detail::make_plan(optimizer);
-  check_scaled(optimizer.optimizer(), plan);
+  check_can_unscale(optimizer.optimizer(), plan);
   const at::Tensor& inverse = scale_.inverse;
   auto param = plan.params.begin();
   for (const at::Tensor& gradient : detail::dense_gradients(plan)) {  // before any write
     TORCH_CHECK(detail::can_unscale(gradient, detail::to_device(inverse, gradient.device())),
                 "GradScaler: the gradient of ",
                 detail::describe_param(optimizer.optimizer(), *param->parameter),
-                " has elements that share memory, as an expanded tensor has, and cannot be "
-                "unscaled in place; clone() it first");
+                " has overlapping elements, as an expanded tensor has, and cannot be unscaled in "
+                "place; clone() it first");
     ++param;
   }
   detail::set_master_grads(optimizer.mixed_precision(), plan);
@@ -184,8 +193,9 @@ MEZZO_INLINE StepResult GradScaler::step(OptimizerRef optimizer, const StepOptio
               "; it should be positive, and infinite for no clipping");
   const c10::NoGradGuard no_grad;
   if (!options_.enabled) return step_disabled(optimizer, options);
-  optim::MixedPrecisionOptimizer* const fused = optimizer.mixed_precision();
-  return fused != nullptr ? step_fused(*fused, options) : step_with_host_sync(optimizer, options);
+  optim::MixedPrecisionOptimizer* const mixed_precision = optimizer.mixed_precision();
+  return mixed_precision != nullptr ? step_on_device(*mixed_precision, options)
+                                    : step_with_host_sync(optimizer, options);
 }
 
 MEZZO_INLINE StepResult GradScaler::step_with_closure(
@@ -194,8 +204,8 @@ MEZZO_INLINE StepResult GradScaler::step_with_closure(
   TORCH_CHECK(
       !options_.enabled,
       "Closure use is not currently supported if GradScaler is enabled. In C++: compute the loss "
-      "and call scaler.scale(loss).backward() before scaler.step(optimizer), or make the scaler "
-      "with GradScaler({.enabled = false})");
+      "and call scaler.scale(loss).backward() before scaler.step(optimizer), or construct "
+      "GradScaler({.enabled = false})");
   return StepResult(StepResult::Values{.applied = true, .step_return = optimizer.step(closure)});
 }
 
@@ -211,37 +221,37 @@ MEZZO_INLINE GradScaler::State& GradScaler::get_state_to_step(
   return state;
 }
 
-/// Merges the found_inf of `unscale_` into that of this read. Afterwards
-/// `stats.found_inf` decides the step, and `state.found_inf` counts for the next scale.
+/// Merges the found_inf of `unscale_` and of `stats`: afterwards `stats.found_inf` decides the
+/// step, and `state.found_inf` the next scale.
 MEZZO_INLINE void GradScaler::merge_found_inf(State& state, GradStats& stats) const {
   detail::add_flag(state.found_inf, detail::to_device(stats.found_inf, scale_.scale.device()));
   stats.found_inf = detail::to_device(state.found_inf, stats.inv_scale.device());
 }
 
-/// Steps with an optimizer that takes GradStats: the device decides, and the host does not wait.
-MEZZO_INLINE StepResult GradScaler::step_fused(optim::MixedPrecisionOptimizer& fused,
-                                               const StepOptions& options) {
-  State& state = get_state_to_step(fused.optimizer());
+/// Steps with a mixed-precision optimizer: the device decides, without a host sync.
+MEZZO_INLINE StepResult GradScaler::step_on_device(optim::MixedPrecisionOptimizer& optimizer,
+                                                   const StepOptions& options) {
+  State& state = get_state_to_step(optimizer.optimizer());
   const bool was_unscaled = state.stage == OptState::unscaled;
-  StepPlan plan = fused.plan();
-  was_unscaled ? state.check_still_unscaled(fused.optimizer())
-               : check_scaled(fused.optimizer(), plan);
+  StepPlan plan = optimizer.plan();
+  was_unscaled ? state.check_still_unscaled(optimizer.optimizer())
+               : check_can_unscale(optimizer.optimizer(), plan);
   GradStats stats =
-      fused.grad_stats(plan, was_unscaled ? at::ones_like(scale_.scale) : scale_.inverse);
-  if (!was_unscaled) state.found_inf = at::Tensor();  // of a step that threw
+      optimizer.grad_stats(plan, was_unscaled ? at::ones_like(scale_.scale) : scale_.inverse);
+  if (!was_unscaled) state.found_inf = at::Tensor();  // discards that of a step that threw
   detail::check_has_gradients(was_unscaled ? state.found_inf.defined() : plan.has_params(),
-                              fused.optimizer());
+                              optimizer.optimizer());
   merge_found_inf(state, stats);
   StepResult result = future_pool_.make_result(scale_.scale, stats, was_unscaled);  // may throw
-  fused.apply(std::move(plan), stats, options);
+  optimizer.apply(std::move(plan), stats, options);
   state.stage = OptState::stepped;
   const bool is_captured = detail::current_capture_id(scale_.scale.device()) != 0;
   if (!is_captured) reporter_.observe(result);  // replays do not notify the host
   return result;
 }
 
-/// Steps with any other optimizer, as torch.amp does: the gradients are unscaled and clipped where
-/// they lie, and the host decides, for which it waits.
+/// Steps with an optimizer of torch::optim, as torch.amp does: unscales and clips in place, and
+/// synchronizes with the host, which decides.
 MEZZO_INLINE StepResult GradScaler::step_with_host_sync(OptimizerRef optimizer,
                                                         const StepOptions& options) {
   State& state = get_state_to_step(optimizer.optimizer());
@@ -257,39 +267,40 @@ MEZZO_INLINE StepResult GradScaler::step_with_host_sync(OptimizerRef optimizer,
     stats = detail::compute_grad_stats_across_devices(gradients, at::ones_like(scale));
     merge_found_inf(state, stats);
   }
-  const StepResult::Values outcome = future_pool_.make_result(scale, stats, was_unscaled).values();
-  const StepResult result = detail::maybe_opt_step(optimizer, gradients, outcome, options);
+  const StepResult::Values values = future_pool_.make_result(scale, stats, was_unscaled).values();
+  const StepResult result = detail::maybe_opt_step(optimizer, gradients, values, options);
   state.stage = OptState::stepped;
   reporter_.observe(result);
   return result;
 }
 
-/// Steps for a disabled scaler: has_max_norm, sets to zero and steps, whatever the gradients are.
+/// Clips, zeroes and steps without a check, for a disabled scaler.
 MEZZO_INLINE StepResult GradScaler::step_disabled(OptimizerRef optimizer,
                                                   const StepOptions& options) {
-  optim::MixedPrecisionOptimizer* const fused = optimizer.mixed_precision();
-  const bool wants_plan = fused != nullptr || detail::has_max_norm(options);
-  StepPlan plan = wants_plan ? detail::make_plan(optimizer) : StepPlan();
+  optim::MixedPrecisionOptimizer* const mixed_precision = optimizer.mixed_precision();
+  const bool needs_plan = mixed_precision != nullptr || detail::has_max_norm(options);
+  StepPlan plan = needs_plan ? detail::make_plan(optimizer) : StepPlan();
   std::vector<at::Tensor> gradients;
   GradStats stats;
   StepResult result(StepResult::Values{.applied = true, .step_return = at::Tensor()});
   if (detail::has_max_norm(options) && plan.has_params()) {
     gradients = detail::dense_gradients(plan);
     const at::Device device = gradients.empty() ? at::kCPU : gradients.front().device();
-    const at::Tensor one = at::ones({}, at::TensorOptions().device(device).dtype(at::kFloat));
-    stats = fused != nullptr ? fused->grad_stats(plan, one)
-                             : detail::compute_grad_stats_across_devices(gradients, one);
+    const at::Tensor inv_scale = at::ones({}, at::TensorOptions().device(device).dtype(at::kFloat));
+    stats = mixed_precision != nullptr
+                ? mixed_precision->grad_stats(plan, inv_scale)
+                : detail::compute_grad_stats_across_devices(gradients, inv_scale);
     stats.found_inf.zero_();
-    result = future_pool_.make_result(one, stats, /*was_unscaled=*/false);
+    result = future_pool_.make_result(inv_scale, stats, /*was_unscaled=*/false);
   }
-  if (fused == nullptr) {
+  if (mixed_precision == nullptr) {
     return detail::maybe_opt_step(optimizer, gradients, result.values(), options);
   }
-  fused->apply(std::move(plan), stats, options);
+  mixed_precision->apply(std::move(plan), stats, options);
   return result;
 }
 
-// --- The end of an iteration -------------------------------------------------------------------
+// --- Updating the scale ------------------------------------------------------------------------
 
 MEZZO_INLINE void GradScaler::update() {
   if (!options_.enabled) return;
@@ -304,8 +315,8 @@ MEZZO_INLINE void GradScaler::update() {
   finish_iteration();
 }
 
-/// Adds the found_inf of an optimizer to that of the iteration. For an optimizer that was unscaled
-/// but not stepped, also adds a result, which `on_skip` reports.
+/// Adds the found_inf of an optimizer to that of the iteration. If the optimizer was unscaled but
+/// not stepped, also adds a result for `on_skip`.
 MEZZO_INLINE void GradScaler::add_found_inf(const State& state) {
   if (!state.found_inf.defined()) return;
   detail::add_flag(found_inf_, state.found_inf);
@@ -318,15 +329,15 @@ MEZZO_INLINE bool GradScaler::can_set_scale() const {
   if (!options_.enabled) return false;
   check_scale_initialized("update");
   TORCH_CHECK(options_.mode != LossScaleMode::none,
-              "update(new_scale): this scaler has LossScaleMode::none, whose scale stays 1; make "
-              "it with {.mode = LossScaleMode::fixed} or dynamic, or call update()");
+              "update(new_scale): this scaler has LossScaleMode::none, whose scale is always 1; "
+              "construct it with {.mode = LossScaleMode::fixed} or dynamic, or call update()");
   return true;
 }
 
 MEZZO_INLINE void GradScaler::update(double new_scale) {
   if (!can_set_scale()) return;
-  const double high = std::min<double>(options_.max_scale, detail::kFloatMax);
-  detail::check_scale_value("new_scale", new_scale, options_.min_scale, high);
+  const double highest = std::min<double>(options_.max_scale, detail::kFloatMax);
+  detail::check_scale_value("new_scale", new_scale, options_.min_scale, highest);
   set_scale(at::full({}, new_scale, scale_.scale.options()));
 }
 
@@ -341,16 +352,15 @@ MEZZO_INLINE void GradScaler::update(const at::Tensor& new_scale) {
   set_scale(new_scale);
 }
 
-/// Ends the iteration with a scale of the caller's, who may multiply a loss by it.
+/// Records a use of the scale, since the caller may multiply a loss by it.
 MEZZO_INLINE void GradScaler::set_scale(const at::Tensor& new_scale) {
   for (const auto& [optimizer, state] : per_optimizer_states_) add_found_inf(state);
   scale_.scale.copy_(new_scale.reshape({})).clamp_(options_.min_scale, options_.max_scale);
   at::reciprocal_out(scale_.inverse, scale_.scale);
   finish_iteration();
-  reporter_.note_use();
+  reporter_.record_use();
 }
 
-/// Clears the states of the optimizers, and reports skips.
 MEZZO_INLINE void GradScaler::finish_iteration() {
   per_optimizer_states_.clear();
   found_inf_ = at::Tensor();
@@ -362,43 +372,44 @@ MEZZO_INLINE void GradScaler::check_scale_initialized(const char* call) const {
       scale_.scale.defined(), "Attempted ", call,
       " but _scale is None.  This may indicate your script did not use scaler.scale(loss or "
       "outputs) earlier in the iteration. In C++: call scaler.scale(loss).backward() first; the "
-      "scale is made with the first tensor that is scaled");
+      "first scaled tensor creates the scale");
 }
 
-/// Returns the scale on the device of a loss. Threads may call it at once.
+/// Returns the scale on the device of a loss, and creates it for the first. Thread-safe.
 MEZZO_INLINE at::Tensor GradScaler::get_scale_on(at::Device device) {
   const std::lock_guard lock(*mutex_);
   if (!scale_.scale.defined()) lazy_init_scale(device);
-  reporter_.note_use(detail::current_capture_id(device) != 0);
+  reporter_.record_use(detail::current_capture_id(device) != 0);
   return detail::to_device(scale_.scale, device);
 }
 
 MEZZO_INLINE void GradScaler::lazy_init_scale(at::Device device) {
   detail::check_update_kernel(options_, device);
   detail::check_not_capturing(device, "the loss scale");
-  const c10::InferenceMode no_inference(
-      false);  // inference tensors cannot be written outside of it
-  const auto number = at::TensorOptions().device(device).dtype(at::kFloat);
+  // Inference tensors could not be updated outside of InferenceMode.
+  const c10::InferenceMode no_inference(false);
+  const auto scalar = at::TensorOptions().device(device).dtype(at::kFloat);
   const LossScaleState& state = initial_state_;
-  scale_ = {at::full({}, state.scale, number),
-            at::full({}, detail::inverse_scale(state.scale), number),
-            at::full({}, state.growth_tracker, number.dtype(at::kInt)),
-            at::full({}, state.hysteresis_tracker, number.dtype(at::kInt))};
+  scale_ = {at::full({}, state.scale, scalar),
+            at::full({}, detail::inverse_scale(state.scale), scalar),
+            at::full({}, state.growth_tracker, scalar.dtype(at::kInt)),
+            at::full({}, state.hysteresis_tracker, scalar.dtype(at::kInt))};
 }
 
 // --- State -------------------------------------------------------------------------------------
 
 MEZZO_INLINE double GradScaler::get_scale() const {
   if (!options_.enabled) return 1.0;
-  reporter_.note_use();
+  reporter_.record_use();
   return scale_.scale.defined() ? scale_.scale.item<float>() : initial_state_.scale;
 }
 
 template <class Number>
 void GradScaler::set_option(const char* name, Number GradScalerOptions::*option, Number value) {
-  TORCH_CHECK(options_.mode == LossScaleMode::dynamic, name,
-              " belongs to a dynamic loss scale, and this scaler's is constant; make the scaler "
-              "with {.mode = LossScaleMode::dynamic}, the default");
+  TORCH_CHECK(
+      options_.mode == LossScaleMode::dynamic, name,
+      " belongs to a dynamic loss scale, and this scaler's is constant; construct the scaler "
+      "with {.mode = LossScaleMode::dynamic}, the default");
   GradScalerOptions options = options_;
   options.*option = value;
   options_ = options.validated();
@@ -416,9 +427,9 @@ MEZZO_INLINE void GradScaler::set_growth_interval(int64_t growth_interval) {
   set_option("growth_interval", &GradScalerOptions::growth_interval, growth_interval);
 }
 
-/// Returns the state for a caller, who may multiply a loss by the scale.
+/// Records a use of the scale, since the caller may multiply a loss by it.
 MEZZO_INLINE LossScaleState GradScaler::read_state() const {
-  reporter_.note_use();
+  reporter_.record_use();
   if (!scale_.scale.defined()) return initial_state_;
   return {.scale = scale_.scale.item<float>(),
           .growth_tracker = scale_.growth_tracker.item<int32_t>(),
@@ -444,24 +455,23 @@ MEZZO_INLINE void GradScaler::load_state_dict(const StateDict& state) {
   if (!options_.enabled) return;
   TORCH_CHECK(!state.empty(),
               "The source state dict is empty, possibly because it was saved from a disabled "
-              "instance of GradScaler. In C++: make this scaler with "
-              "GradScaler({.enabled = false}) too, or leave load_state_dict out and begin with "
-              "a new scale");
+              "instance of GradScaler. In C++: construct this scaler with GradScaler({.enabled = "
+              "false}) too, or do not call load_state_dict, which starts from a new scale");
   const auto value = [&state](const char* key, std::optional<double> fallback = std::nullopt) {
     const auto found = state.find(key);
     TORCH_CHECK(found != state.end() || fallback, "The source state dict lacks \"", key,
-                "\"; give load_state_dict what state_dict() of a GradScaler returned");
+                "\"; pass a state that state_dict() of a GradScaler returned");
     return found != state.end() ? found->second : *fallback;
   };
-  const auto count = [&value](const char* key, std::optional<double> fallback = std::nullopt) {
-    const double number = value(key, fallback);
-    TORCH_CHECK(detail::is_finite(number) && number >= 0 &&
-                    number <= std::numeric_limits<int32_t>::max() && number == std::floor(number),
-                "The source state dict has ", key, " = ", number,
-                "; it should be a whole number from 0 to 2147483647");
-    return static_cast<int64_t>(number);
+  const auto integer = [&value](const char* key, std::optional<double> fallback = std::nullopt) {
+    const double result = value(key, fallback);
+    TORCH_CHECK(detail::is_finite(result) && result >= 0 &&
+                    result <= std::numeric_limits<int32_t>::max() && result == std::floor(result),
+                "The source state dict has ", key, " = ", result,
+                "; it should be an integer from 0 to 2147483647");
+    return static_cast<int64_t>(result);
   };
-  const int64_t mode = count("_loss_scale_mode", static_cast<double>(options_.mode));
+  const int64_t mode = integer("_loss_scale_mode", static_cast<double>(options_.mode));
   TORCH_CHECK(mode <= static_cast<int64_t>(LossScaleMode::dynamic),
               "The source state dict has _loss_scale_mode = ", mode,
               "; it should be 0 (none), 1 (fixed) or 2 (dynamic)");
@@ -469,16 +479,16 @@ MEZZO_INLINE void GradScaler::load_state_dict(const StateDict& state) {
   options.init_scale = value("scale");
   options.growth_factor = value("growth_factor");
   options.backoff_factor = value("backoff_factor");
-  options.growth_interval = count("growth_interval");
+  options.growth_interval = integer("growth_interval");
   options.min_scale = value("min_scale", options_.min_scale);
   options.max_scale = value("max_scale", options_.max_scale);
-  options.hysteresis = count("hysteresis", static_cast<double>(options_.hysteresis));
+  options.hysteresis = integer("hysteresis", static_cast<double>(options_.hysteresis));
   options.mode = static_cast<LossScaleMode>(mode);
   options = options.validated();
   LossScaleState next = options.initial_state();
-  next.growth_tracker = static_cast<int32_t>(count("_growth_tracker"));
+  next.growth_tracker = static_cast<int32_t>(integer("_growth_tracker"));
   next.hysteresis_tracker =
-      static_cast<int32_t>(count("_hysteresis_tracker", next.hysteresis_tracker));
+      static_cast<int32_t>(integer("_hysteresis_tracker", next.hysteresis_tracker));
   if (scale_.scale.defined()) detail::check_update_kernel(options, scale_.scale.device());
   options_ = options;
   initial_state_ = next;

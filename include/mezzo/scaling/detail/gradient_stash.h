@@ -12,23 +12,24 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// Returns the sum of two gradients, sparse or dense: in the memory of `gradient` where that can
-/// hold it, since a gradient may be a view into a bucket. The dtype is the wider of the two.
-inline at::Tensor add_gradients(at::Tensor gradient, at::Tensor more) {
-  const at::ScalarType dtype = c10::promoteTypes(gradient.scalar_type(), more.scalar_type());
+/// Returns the sum of two gradients, sparse or dense, in the promoted dtype. Adds in place if
+/// possible, since `gradient` may be a view of a bucket.
+inline at::Tensor add_gradients(at::Tensor gradient, at::Tensor other) {
+  const at::ScalarType dtype = c10::promoteTypes(gradient.scalar_type(), other.scalar_type());
   gradient = gradient.to(dtype);
-  if (gradient.is_sparse() && !more.is_sparse()) return more.to(dtype).add(gradient);
-  return gradient.add_(more);
+  if (gradient.is_sparse() && !other.is_sparse()) return other.to(dtype).add(gradient);
+  return gradient.add_(other);
 }
 
-/// Takes the gradients of parameters away for a scope, so that a backward pass inside begins with
-/// none. What was set aside is added back, dropped, or otherwise, as when the pass throws, put back
-/// exactly as it was. A parameter that is given twice has nothing to set aside the second time.
+/// Removes the gradients of parameters, so that the next backward pass starts without any, as
+/// Apex's stashed gradients. `add_back` adds them to the new gradients, `drop` releases them, and
+/// the destructor otherwise restores them exactly, for example if the pass throws. A duplicate
+/// parameter is stashed once.
 class GradientStash {
  public:
   explicit GradientStash(const std::vector<at::Tensor>& parameters) : parameters_(parameters) {
     const c10::NoGradGuard no_grad;
-    for (const at::Tensor& parameter : parameters_) {  // what may throw, before any is taken
+    for (const at::Tensor& parameter : parameters_) {  // may throw: before any change
       tensors_.push_back(parameter.grad());
       values_.push_back(clone_if_shared(parameter.grad()));
     }
@@ -44,12 +45,11 @@ class GradientStash {
   GradientStash(const GradientStash&) = delete;
   GradientStash& operator=(const GradientStash&) = delete;
 
-  /// Returns the gradients that were set aside; undefined where there was none.
+  /// Returns the stashed gradients; undefined for parameters without one.
   const std::vector<at::Tensor>& gradients() const noexcept { return values_; }
 
-  /// Adds what was set aside to the gradients that have come since.
-  /// \throws c10::Error if a gradient has come that cannot be added; the destructor then puts back
-  ///   what was there
+  /// Adds the stashed gradients to the current ones.
+  /// \throws c10::Error if two gradients cannot be added; the destructor then restores
   void add_back() {
     const c10::NoGradGuard no_grad;
     for (std::size_t i = 0; i < values_.size(); ++i) {
@@ -64,15 +64,15 @@ class GradientStash {
     drop();
   }
 
-  /// Releases what was set aside: the gradients that have come since stay.
+  /// Releases the stashed gradients, and keeps the current ones.
   void drop() noexcept {
     values_.clear();
     tensors_.clear();
   }
 
  private:
-  /// Returns `gradient`, or a copy of it if other tensors share its memory: the next backward pass
-  /// writes into the memory of a bucket.
+  /// Returns `gradient`, or a copy if its storage is shared: the next backward pass may overwrite
+  /// the storage, which may be a bucket.
   static at::Tensor clone_if_shared(const at::Tensor& gradient) {
     const bool shares_memory = gradient.defined() && gradient.layout() == at::kStrided &&
                                gradient.has_storage() && gradient.storage().use_count() > 1;
@@ -87,13 +87,13 @@ class GradientStash {
       const c10::NoGradGuard no_grad;
       tensors_[i].copy_(values_[i]);
       gradient = tensors_[i];
-    } catch (...) {  // the device is lost: the copy of the values stays
+    } catch (...) {  // the device has failed: keep the copy
     }
   }
 
   std::vector<at::Tensor> parameters_;
-  std::vector<at::Tensor> tensors_;  // the tensors that were set aside
-  std::vector<at::Tensor> values_;   // the same tensors, or copies where their memory is shared
+  std::vector<at::Tensor> tensors_;  // the stashed gradients
+  std::vector<at::Tensor> values_;   // the same tensors, or copies if their storage is shared
 };
 
 }  // namespace detail

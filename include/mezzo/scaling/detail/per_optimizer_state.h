@@ -22,19 +22,19 @@ namespace detail {
 
 inline std::string describe_param(const torch::optim::Optimizer& optimizer,
                                   const at::Tensor& parameter) {
-  return OptimizerDescription{"", optimizer.param_groups()}.describe(parameter);
+  return OptimizerDescription{"", optimizer.param_groups()}.describe_param(parameter);
 }
 
-/// What was called last for an optimizer in this iteration.
+/// The last call for an optimizer in an iteration.
 enum class OptState : uint8_t { ready, unscaled, stepped };
 
-/// State of one optimizer within an iteration, with the gradients that `unscale_` unscaled in
-/// place. References are weak: gradients and parameters may be replaced.
+/// State of one optimizer within an iteration, and weak references to the gradients that `unscale_`
+/// unscaled in place.
 class PerOptimizerState {
  public:
   OptState stage = OptState::ready;
-  /// A float of one element on the scale's device: not 0 where a check found an inf or NaN that
-  /// counts for the next scale. Undefined before any check.
+  /// A float of one element on the scale's device: not 0 if a check found an inf or NaN. Undefined
+  /// before the first check.
   at::Tensor found_inf{};
 
   explicit PerOptimizerState(const torch::optim::Optimizer& optimizer) {
@@ -43,15 +43,15 @@ class PerOptimizerState {
     }
   }
 
-  /// Returns whether two states at one address are of one optimizer: those of a destroyed optimizer
-  /// and of its successor have no first parameter of a group in common.
+  /// Returns whether `other`, of an optimizer at the same address, is of the same optimizer. The
+  /// groups of a destroyed optimizer and of its successor have no first parameter in common.
   bool is_of_same_optimizer(const PerOptimizerState& other) const {
     return params_.empty() ||
            std::find_first_of(params_.begin(), params_.end(), other.params_.begin(),
                               other.params_.end()) != params_.end();
   }
 
-  /// Notes that the gradients of `plan` were unscaled in place.
+  /// Records that the gradients of `plan` were unscaled in place.
   void set_unscaled_grads(const StepPlan& plan) {
     unscaled_grads_.clear();
     for (const StepPlan::Param& param : plan.params) {
@@ -61,39 +61,38 @@ class PerOptimizerState {
     }
   }
 
-  /// Notes which unscaled gradients are cleared when a loss is scaled.
+  /// Records which unscaled gradients are cleared when a loss is scaled.
   void mark_cleared_grads() {
     if (stage != OptState::unscaled) return;
-    for (UnscaledGrad& one : unscaled_grads_) {
-      const at::Tensor param(one.param.lock());
-      if (param.defined() && !param.grad().defined()) one.is_cleared = true;
+    for (UnscaledGrad& unscaled : unscaled_grads_) {
+      const at::Tensor param(unscaled.param.lock());
+      if (param.defined() && !param.grad().defined()) unscaled.is_cleared = true;
     }
   }
 
-  /// Throws if a cleared gradient is there again: a backward pass of a scaled loss has made it. A
-  /// pass that adds to an unscaled gradient is not detected.
+  /// Throws if a cleared gradient is defined again: a backward pass of a scaled loss created it.
+  /// Does not detect a backward pass that adds to an unscaled gradient.
   void check_still_unscaled(const torch::optim::Optimizer& optimizer) const {
-    for (const UnscaledGrad& one : unscaled_grads_) {
-      const at::Tensor param(one.is_cleared ? one.param.lock() : nullptr);
-      TORCH_CHECK(!param.defined() || !param.grad().defined(), "GradScaler: the gradient of ",
-                  describe_param(optimizer, param),
-                  " came after unscale_, from a backward pass of a scaled loss: it carries the "
-                  "loss scale, and step() would take it as unscaled; call unscale_ after the last "
-                  "backward pass or, between two passes of one iteration, as SAM needs them, "
-                  "discard_iteration()");
+    for (const UnscaledGrad& unscaled : unscaled_grads_) {
+      const at::Tensor param(unscaled.is_cleared ? unscaled.param.lock() : nullptr);
+      TORCH_CHECK(
+          !param.defined() || !param.grad().defined(), "GradScaler: the gradient of ",
+          describe_param(optimizer, param),
+          " was created after unscale_, by the backward pass of a scaled loss, and step() "
+          "would use it as if it were unscaled; call unscale_ after the last backward pass, "
+          "or discard_iteration() between two backward passes of one iteration, as in SAM");
     }
   }
 
-  /// Throws if a gradient of `plan`, which is about to be unscaled, was unscaled for another
-  /// optimizer, and not written since.
+  /// Throws if a gradient of `plan` was unscaled for another optimizer and not modified since.
   static void check_not_unscaled(
       const std::unordered_map<const torch::optim::Optimizer*, PerOptimizerState>& states,
       const torch::optim::Optimizer& optimizer, const StepPlan& plan) {
     std::unordered_map<const c10::TensorImpl*, uint32_t> versions;
     for (const auto& [other, state] : states) {
       if (other == &optimizer) continue;
-      for (const UnscaledGrad& one : state.unscaled_grads_) {
-        versions[one.grad._unsafe_get_target()] = one.version;
+      for (const UnscaledGrad& unscaled : state.unscaled_grads_) {
+        versions[unscaled.grad._unsafe_get_target()] = unscaled.version;
       }
     }
     if (versions.empty()) return;
@@ -102,9 +101,9 @@ class PerOptimizerState {
       const auto found = versions.find(gradient.unsafeGetTensorImpl());
       TORCH_CHECK(found == versions.end() || found->second != version_of(gradient),
                   "GradScaler: ", describe_param(optimizer, *param.parameter),
-                  " belongs to two optimizers, and its gradient was unscaled for the other one "
-                  "already; train it with one of them, or let optimizers of mezzo's step without "
-                  "unscale_, which leaves gradients as they are");
+                  " is in two optimizers, and its gradient was already unscaled for the other one; "
+                  "pass it to one optimizer, or step mezzo optimizers without unscale_, which do "
+                  "not modify gradients");
     }
   }
 
@@ -117,7 +116,7 @@ class PerOptimizerState {
     bool is_cleared = false;
   };
 
-  /// Returns a tensor's version; 0 of an inference tensor, which has none.
+  /// Returns the version of a tensor; 0 for an inference tensor, which has none.
   static uint32_t version_of(const at::Tensor& tensor) {
     return tensor.is_inference() ? 0 : static_cast<uint32_t>(tensor._version());
   }

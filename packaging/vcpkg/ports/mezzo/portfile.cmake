@@ -1,7 +1,7 @@
-# An overlay port, which installs the checkout that it lies in:
+# An overlay port that installs this checkout:
 #   vcpkg install mezzo --overlay-ports=MEZZO/packaging/vcpkg/ports
-# libtorch is the user's: vcpkg's own is older than mezzo takes.
-set(VCPKG_BUILD_TYPE release)  # there are headers alone
+# libtorch is not a dependency: vcpkg's is too old.
+set(VCPKG_BUILD_TYPE release)  # header-only
 
 get_filename_component(SOURCE_PATH "${CMAKE_CURRENT_LIST_DIR}/../../../.." ABSOLUTE)
 vcpkg_cmake_configure(
