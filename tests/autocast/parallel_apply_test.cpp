@@ -2,6 +2,7 @@
 // calls, runs serially in a translation unit compiled without OpenMP.
 
 #include <mezzo/autocast/autocast_module.h>
+#include <mezzo/autocast/autocast_state.h>
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/mm.h>
