@@ -1,6 +1,6 @@
 /// \file
-/// ScriptModule: a TorchScript model as a torch::nn::Module, for training exported models from C++.
-/// No other header includes this one.
+/// ScriptModule: a TorchScript model as a torch::nn::Module, to train exported models in C++. No
+/// other header of mezzo includes this one.
 #pragma once
 
 #include <mezzo/base/version.h>
@@ -36,7 +36,8 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// Returns the first node of `block`, and of nested blocks, with `predicate(node)`, or null.
+/// Returns the first node of `block` and its nested blocks that satisfies `predicate`; null if
+/// none.
 template <class Predicate>
 const torch::jit::Node* find_node(const torch::jit::Block& block, const Predicate& predicate) {
   for (const torch::jit::Node* const node : block.nodes()) {
@@ -52,8 +53,8 @@ inline bool is_fork(const torch::jit::Node& node) {
   return node.kind() == c10::prim::fork || node.kind() == c10::prim::awaitable;
 }
 
-/// Returns whether libtorch would run this node in another executor, with its own op lists.
-inline bool runs_in_other_executor(const torch::jit::Node& node) {
+/// Whether libtorch would run `node` in a separate executor, whose autocast has different op lists.
+inline bool has_separate_executor(const torch::jit::Node& node) {
   if (node.kind() == c10::prim::CallMethod || node.kind() == c10::prim::CallFunction) return true;
   if (!is_fork(node)) return false;
   const auto& uses = node.output()->uses();
@@ -62,50 +63,50 @@ inline bool runs_in_other_executor(const torch::jit::Node& node) {
                      [](const auto& use) { return use.user->kind() != c10::aten::wait; });
 }
 
-/// Returns whether a `with` statement enters an autocast region.
+/// Whether `node` is a `with torch.autocast(...)` statement.
 inline bool enters_autocast(const torch::jit::Node& node) {
   return node.kind() == c10::prim::Enter &&
          node.input(0)->type()->str().find("autocast") != std::string::npos;
 }
 
-/// Returns the graph of `forward` with calls and forks inlined, and without autocast's casts.
+/// Returns the graph of `forward` with calls and forks inlined, without autocast's casts.
 /// \throws c10::Error for forks and calls that cannot be inlined, and for an autocast region
-inline std::shared_ptr<torch::jit::Graph> inlined_forward(const torch::jit::Module& script) {
-  // Under autocast libtorch would insert casts into the graph, and cache it.
+inline std::shared_ptr<torch::jit::Graph> inline_forward(const torch::jit::Module& script) {
+  // Under autocast, libtorch would insert casts into the graph and cache it.
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const torch::jit::Method forward = script.get_method("forward");
   auto graph = torch::jit::toGraphFunction(forward.function()).optimized_graph()->copy();
   const torch::jit::Block& block = *graph->block();
   torch::jit::Inline(*graph);
-  while (find_node(block, is_fork) != nullptr) {  // again for a fork in a fork
-    const torch::jit::Node* const fork = find_node(
-        block, [](const auto& node) { return is_fork(node) && runs_in_other_executor(node); });
-    TORCH_CHECK(
-        fork == nullptr,
-        "ScriptModule: the result of a torch.jit.fork is stored in a list or passed on, and "
-        "libtorch would run it with its own op lists; wait for each fork by its name, or "
-        "call the functions one after the other: ",
-        fork->sourceRange().str());
+  while (find_node(block, is_fork) != nullptr) {  // forks can be nested
+    const torch::jit::Node* const escaping = find_node(
+        block, [](const auto& node) { return is_fork(node) && has_separate_executor(node); });
+    TORCH_CHECK(escaping == nullptr,
+                "ScriptModule: the future of a torch.jit.fork is stored in a list or passed to a "
+                "function, so libtorch runs the fork with different autocast op lists; call "
+                "torch.jit.wait on each future directly, or call the functions without fork: ",
+                escaping->sourceRange().str());
     torch::jit::InlineForkWait(graph);
     torch::jit::Inline(*graph);
   }
-  const torch::jit::Node* const call = find_node(block, runs_in_other_executor);
+  const torch::jit::Node* const call = find_node(block, has_separate_executor);
   TORCH_CHECK(call == nullptr,
-              "ScriptModule: forward calls a method of an interface, which libtorch would run with "
-              "its own op lists; declare the submodule with its class instead of the interface: ",
+              "ScriptModule: forward calls a method of an interface, which libtorch runs with "
+              "different autocast op lists; annotate the submodule with its class instead: ",
               call->sourceRange().str());
   const torch::jit::Node* const region = find_node(block, enters_autocast);
-  TORCH_CHECK(region == nullptr,
-              "ScriptModule: the script enters torch.autocast in its forward, which has no effect "
-              "on ops that are interpreted; save it without, and use mezzo::AutocastGuard and op "
-              "overrides, or call it outside autocast: ",
-              region->sourceRange().str());
+  TORCH_CHECK(
+      region == nullptr,
+      "ScriptModule: forward enters torch.autocast, which has no effect on ops that are "
+      "dispatched one by one; save the script without it and use mezzo::AutocastGuard and op "
+      "overrides, or call the module outside an autocast region: ",
+      region->sourceRange().str());
   return graph;
 }
 
-/// Returns the arguments of a call as IValues. A single vector of IValues is returned unchanged.
+/// Converts the arguments of a call to IValues. A single vector of IValues is passed through.
 template <class... Args>
-std::vector<c10::IValue> script_arguments(Args&&... args) {
+std::vector<c10::IValue> to_ivalues(Args&&... args) {
   if constexpr (sizeof...(Args) == 1 &&
                 (std::same_as<std::remove_cvref_t<Args>, std::vector<c10::IValue>> && ...)) {
     return std::vector<c10::IValue>(std::forward<Args>(args)...);
@@ -116,7 +117,7 @@ std::vector<c10::IValue> script_arguments(Args&&... args) {
 
 }  // namespace detail
 
-/// The module in a ScriptModule.
+/// Implementation of ScriptModule.
 class ScriptModuleImpl : public torch::nn::Module {
  public:
   /// Registers the parameters, buffers and children of `script`.
@@ -134,25 +135,25 @@ class ScriptModuleImpl : public torch::nn::Module {
     }
   }
 
-  /// Runs the script's `forward`. Arguments: tensors, numbers, lists, or one vector of IValues.
-  /// Under autocast casts each op as in a model written in C++; libtorch's graph optimizer, which
-  /// has its own op lists, is not used.
+  /// Calls the script's `forward` with tensors, numbers, lists, or one vector of IValues. Under
+  /// autocast, each op is cast as in a C++ model; libtorch's graph executor, which has different op
+  /// lists, is not used.
   template <class... Args>
   c10::IValue forward(Args&&... args) {
-    std::vector<c10::IValue> arguments = detail::script_arguments(std::forward<Args>(args)...);
+    std::vector<c10::IValue> arguments = detail::to_ivalues(std::forward<Args>(args)...);
     const bool is_autocast = at::autocast::is_autocast_enabled(at::kCPU) ||
                              at::autocast::is_autocast_enabled(at::kCUDA) ||
                              at::autocast::is_autocast_enabled(at::kMPS);
     c10::IValue result =
         is_autocast ? interpret(std::move(arguments)) : script_.forward(std::move(arguments));
-    settle_buffers();
+    sync_buffers();
     return result;
   }
 
-  /// Copies buffers that the script replaced (`self.mean = ...` in its forward) into the registered
-  /// buffers, and restores the registered buffers in the script. Ignores a replacement that
-  /// requires grad. Called by forward, save, load and to of this class.
-  void settle_buffers() const {
+  /// Copies buffers that the script has replaced (`self.mean = ...` in its forward) into the
+  /// registered buffers, and stores the registered buffers in the script again. Skips replacements
+  /// that require grad. `forward`, `save`, `load` and `to` call this.
+  void sync_buffers() const {
     const c10::NoGradGuard no_grad;
     for (auto& item : named_buffers(/*recurse=*/false)) {
       const at::Tensor current = script_._ivalue()->getAttr(item.key()).toTensor();
@@ -161,13 +162,12 @@ class ScriptModuleImpl : public torch::nn::Module {
       item.value().set_data(current);
       script_._ivalue()->setAttr(item.key(), item.value());
     }
-    for (const auto& child : scripts_) child->settle_buffers();
+    for (const auto& child : scripts_) child->sync_buffers();
   }
 
-  /// Returns the script.
   const torch::jit::Module& script() const noexcept { return script_; }
 
-  /// Returns a deep copy, whose parameters are leaves.
+  /// Returns a deep copy; its parameters are leaves.
   std::shared_ptr<torch::nn::Module> clone(
       const std::optional<torch::Device>& device = std::nullopt) const override {
     const c10::NoGradGuard no_grad;
@@ -179,32 +179,32 @@ class ScriptModuleImpl : public torch::nn::Module {
     }
     return std::make_shared<ScriptModuleImpl>(copy);
   }
-  /// Saves parameters and buffers.
+  /// Saves parameters and buffers, including buffers that the script has replaced.
   void save(torch::serialize::OutputArchive& archive) const override {
-    settle_buffers();  // the script may have replaced buffers
+    sync_buffers();
     torch::nn::Module::save(archive);
   }
   /// Loads parameters and buffers, which the script shares.
   void load(torch::serialize::InputArchive& archive) override {
-    settle_buffers();
+    sync_buffers();
     torch::nn::Module::load(archive);
   }
-  /// Moves the script to a device and casts its floating-point parameters and buffers.
+  /// Moves the script to `device` and casts its floating-point parameters and buffers.
   void to(torch::Device device, torch::Dtype dtype, bool non_blocking = false) override {
-    settle_buffers();
+    sync_buffers();
     torch::nn::Module::to(device, dtype, non_blocking);
   }
   /// Casts the script's floating-point parameters and buffers.
   void to(torch::Dtype dtype, bool non_blocking = false) override {
-    settle_buffers();
+    sync_buffers();
     torch::nn::Module::to(dtype, non_blocking);
   }
-  /// Moves the script to a device.
+  /// Moves the script to `device`.
   void to(torch::Device device, bool non_blocking = false) override {
-    settle_buffers();
+    sync_buffers();
     torch::nn::Module::to(device, non_blocking);
   }
-  /// Sets training or evaluation mode, also of the script.
+  /// Sets training or evaluation mode of the module and the script.
   void train(bool on = true) override {
     torch::nn::Module::train(on);
     script_.train(on);
@@ -219,13 +219,14 @@ class ScriptModuleImpl : public torch::nn::Module {
   }
 
  private:
-  /// Interprets `forward` op by op through the dispatcher, as a model written in C++ runs.
-  /// libtorch's executor would insert casts into the graph by its own op lists, with the dtype of
-  /// the first call, and cache it: op overrides would have no effect, and backward would throw
-  /// after a call in another dtype.
+  /// Runs `forward` op by op through the dispatcher, as a C++ model does.
+  ///
+  /// Under autocast, libtorch's executor would insert casts into the graph from different op lists,
+  /// with the dtype of the first call, and cache that graph: op overrides would have no effect, and
+  /// backward would throw after a call in another dtype.
   c10::IValue interpret(std::vector<c10::IValue> arguments) {
     std::call_once(is_compiled_, [this] {
-      code_ = torch::jit::Code(detail::inlined_forward(script_), "forward");
+      code_ = torch::jit::Code(detail::inline_forward(script_), "forward");
     });
     arguments.insert(arguments.begin(), script_._ivalue());
     const torch::jit::Method forward = script_.get_method("forward");
@@ -235,7 +236,7 @@ class ScriptModuleImpl : public torch::nn::Module {
   }
 
   torch::jit::Module script_;
-  std::vector<std::shared_ptr<ScriptModuleImpl>> scripts_;  // children
+  std::vector<std::shared_ptr<ScriptModuleImpl>> scripts_;  // child modules
   std::once_flag is_compiled_;
   torch::jit::Code code_;  // forward, with calls of children inlined
 };
@@ -246,27 +247,27 @@ class ScriptModuleImpl : public torch::nn::Module {
 ///     mezzo::optim::AdamW optimizer(net->parameters(), 2e-5);
 ///     const auto logits = net(ids, mask).toTensor();
 ///
-/// Parameters, buffers and children are the script's, under its names, not copies: `to`, `train`,
-/// loading and optimizers act on both. Under autocast call the ScriptModule, not the script:
-/// `script.forward` follows libtorch's op lists for TorchScript (docs/guide.md). Construct it once:
-/// AutocastModule, initialize, DistributedDataParallel and TrainingState accept it as any module,
-/// and each conversion walks the whole script.
+/// Shares parameters, buffers and children with the script, under the script's names: `to`,
+/// `train`, loading and optimizers act on both. Under autocast, call the ScriptModule instead of
+/// the script: `script.forward` uses libtorch's op lists for TorchScript (docs/guide.md). Construct
+/// it once; construction traverses the whole script. AutocastModule, initialize,
+/// DistributedDataParallel and TrainingState accept it as a module.
 ///
-/// Only parameters that require grad are trained; torch::jit::load restores that flag. A frozen
-/// model (torch::jit::freeze) has no parameters. Parameters registered later, or replaced with
-/// `setattr`, are not tracked.
+/// Only parameters that require grad are trained; torch::jit::load restores that flag from the
+/// file. A frozen model (torch::jit::freeze) has no parameters. Parameters that are registered
+/// later, or replaced with `setattr`, are not tracked.
 class ScriptModule : public torch::nn::ModuleHolder<ScriptModuleImpl> {
  public:
-  /// Wraps `script`, and shares its parameters.
+  /// Wraps `script` and shares its parameters.
   ScriptModule(torch::jit::Module script)
       : ScriptModule(std::make_shared<ScriptModuleImpl>(std::move(script))) {}
-  /// Shares `module`.
+  /// Shares `module` with its other holders.
   ScriptModule(std::shared_ptr<ScriptModuleImpl> module)
       : torch::nn::ModuleHolder<ScriptModuleImpl>(std::move(module)) {}
-  /// Makes an empty holder, as `torch::nn::Linear(nullptr)` does.
+  /// Constructs an empty holder, as `torch::nn::Linear(nullptr)`.
   ScriptModule(std::nullptr_t) : torch::nn::ModuleHolder<ScriptModuleImpl>(nullptr) {}
 
-  /// Runs the script's `forward`. Arguments: tensors, numbers, lists, or one vector of IValues.
+  /// Calls the script's `forward` with tensors, numbers, lists, or one vector of IValues.
   template <class... Args>
   c10::IValue operator()(Args&&... args) const {
     return impl_->forward(std::forward<Args>(args)...);

@@ -194,8 +194,7 @@ TEST(ScriptModule, ThrowsForAutocastRegionInScript) {
       [&] {
         net(torch::ones({2, 2}));
       },
-      testing::ThrowsMessage<c10::Error>(
-          testing::HasSubstr("enters torch.autocast in its forward")));
+      testing::ThrowsMessage<c10::Error>(testing::HasSubstr("forward enters torch.autocast")));
 }
 
 // tests/autocast/data/forks.py writes the files.
@@ -229,11 +228,11 @@ TEST(ScriptModule, ThrowsForOpsOutsideInterpreter) {
   };
   EXPECT_THAT(
       message_of_forward("many_forks.pt"),
-      testing::AllOf(testing::HasSubstr("the result of a torch.jit.fork is stored in a list"),
-                     testing::HasSubstr("wait for each fork by its name")));
+      testing::AllOf(testing::HasSubstr("the future of a torch.jit.fork is stored in a list"),
+                     testing::HasSubstr("call torch.jit.wait on each future directly")));
   EXPECT_THAT(message_of_forward("interface.pt"),
               testing::AllOf(testing::HasSubstr("calls a method of an interface"),
-                             testing::HasSubstr("declare the submodule with its class")));
+                             testing::HasSubstr("annotate the submodule with its class")));
 }
 
 TEST(AutocastModule, RunsTorchScriptInAnyThread) {

@@ -4,7 +4,7 @@
 
 #include <mezzo/base/detail/autocast_mode.h>
 #include <mezzo/base/detail/low_precision.h>
-#include <mezzo/base/model_refs.h>
+#include <mezzo/base/optimizer_refs.h>
 #include <mezzo/base/version.h>
 #include <mezzo/optim/detail/gradients.h>
 #include <mezzo/optim/mixed_precision_optimizer.h>
