@@ -29,7 +29,7 @@
 
 namespace {
 
-using Backend = c10::intrusive_ptr<c10d::Backend>;
+using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 
 constexpr int64_t kBucketBytes = int64_t{25} << 20;  // DistributedDataParallel's default
 
@@ -59,7 +59,7 @@ double sent_fraction(int ranks) { return 1. - 1. / ranks; }
 /// Counts the traffic of another backend.
 class CountedBackend : public c10d::Backend {
  public:
-  CountedBackend(Backend counted, Traffic& traffic)
+  CountedBackend(BackendPtr counted, Traffic& traffic)
       : Backend(counted->getRank(), counted->getSize()),
         counted_(std::move(counted)),
         traffic_(traffic) {}
@@ -80,7 +80,7 @@ class CountedBackend : public c10d::Backend {
   }
 
  private:
-  Backend counted_;
+  BackendPtr counted_;
   Traffic& traffic_;
 };
 
@@ -113,9 +113,9 @@ struct Training {
 std::shared_ptr<Training> without_reduction() { return std::make_shared<Training>(); }
 
 /// Like libtorch's examples/cpp/distributed.
-std::shared_ptr<Training> with_all_reduce_per_parameter(const Backend& world) {
+std::shared_ptr<Training> with_all_reduce_per_parameter(const BackendPtr& world) {
   auto training = std::make_shared<Training>();
-  const Backend counted = c10::make_intrusive<CountedBackend>(world, *training->traffic);
+  const BackendPtr counted = c10::make_intrusive<CountedBackend>(world, *training->traffic);
   training->after = [counted, self = training.get()] {
     for (const auto& parameter : self->model->parameters()) {
       std::vector<at::Tensor> gradients = {parameter.grad()};
@@ -146,7 +146,7 @@ std::shared_ptr<Training> with_reducer(const c10::intrusive_ptr<c10d::ProcessGro
   return training;
 }
 
-std::shared_ptr<Training> with_mezzo(const Backend& world,
+std::shared_ptr<Training> with_mezzo(const BackendPtr& world,
                                      const mezzo::GradReducerOptions& options) {
   auto training = std::make_shared<Training>();
   auto reduce = std::make_shared<mezzo::GradReducer>(
@@ -158,14 +158,14 @@ std::shared_ptr<Training> with_mezzo(const Backend& world,
 
 using Candidates = std::vector<std::pair<std::string, std::shared_ptr<Training>>>;
 
-c10::intrusive_ptr<c10d::ProcessGroup> make_process_group(const Backend& backend) {
+c10::intrusive_ptr<c10d::ProcessGroup> make_process_group(const BackendPtr& backend) {
   auto group = c10::make_intrusive<c10d::ProcessGroup>(backend->getRank(), backend->getSize());
   group->setBackend(at::kCPU, c10d::ProcessGroup::BackendType::CUSTOM, backend);
   group->setDefaultBackend(c10d::ProcessGroup::BackendType::CUSTOM);
   return group;
 }
 
-void print(const Candidates& peers, const Interleaved& turns, int ranks, int rounds) {
+void print(const Candidates& candidates, const Interleaved& turns, int ranks, int rounds) {
   std::printf("%d ranks, 1 thread each, 22.6 M float gradients, %d rounds\n\n", ranks, rounds);
   std::printf("%-40s %9s %9s %11s %12s %11s %12s\n", "forward and backward", "ms", "best ms",
               "x no comm.", "collectives", "MB sent", "begun early");
@@ -186,13 +186,13 @@ void print(const Candidates& peers, const Interleaved& turns, int ranks, int rou
 int main(int argc, char** argv) {
   const int rounds = argc > 1 ? std::atoi(argv[1]) : 9;
   const mezzo::MpiEnvironment mpi;
-  const Backend world = c10::make_intrusive<mezzo::MpiBackend>(MPI_COMM_WORLD);
+  const BackendPtr world = c10::make_intrusive<mezzo::MpiBackend>(MPI_COMM_WORLD);
   at::set_num_threads(1);
   torch::manual_seed(world->getRank());
   const at::Tensor tokens = torch::randint(bench::kVocabulary, {4, 64});
 
   Traffic* simple_traffic = nullptr;
-  const Backend simple = c10::make_intrusive<bench::BlockingMpiBackend>(
+  const BackendPtr simple = c10::make_intrusive<bench::BlockingMpiBackend>(
       world->getRank(), world->getSize(), [&](int64_t bytes) {
         if (simple_traffic == nullptr) return;
         simple_traffic->begin(2 * sent_fraction(world->getSize()) * static_cast<double>(bytes));

@@ -10,6 +10,7 @@
 #include <mezzo/optim/grad_buckets.h>               // IWYU pragma: export
 #include <mezzo/optim/lamb.h>                       // IWYU pragma: export
 #include <mezzo/optim/lion.h>                       // IWYU pragma: export
+#include <mezzo/optim/lr_curve.h>                   // IWYU pragma: export
 #include <mezzo/optim/lr_schedule.h>                // IWYU pragma: export
 #include <mezzo/optim/master_weights.h>             // IWYU pragma: export
 #include <mezzo/optim/mixed_precision_optimizer.h>  // IWYU pragma: export

@@ -1,4 +1,4 @@
-// torch::nn::MultiheadAttention with a key_padding_mask in 16 bits: the failure, and the
+// torch::nn::MultiheadAttention with a key_padding_mask in 16-bit dtypes: the failure, and the
 // workarounds of docs/errors.md.
 
 #include <mezzo/autocast/autocast_guard.h>

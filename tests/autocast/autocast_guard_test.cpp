@@ -18,8 +18,8 @@ using mezzo::AutocastGuard;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
 
-/// Everything that a guard may change in this thread, as values that can be compared.
-struct Found {
+/// The thread state that a guard may change.
+struct ThreadState {
   bool cpu = at::autocast::is_autocast_enabled(torch::kCPU);
   bool cuda = at::autocast::is_autocast_enabled(torch::kCUDA);
   torch::ScalarType cpu_dtype = at::autocast::get_autocast_dtype(torch::kCPU);
@@ -31,7 +31,7 @@ struct Found {
     at::autocast::increment_nesting();
     return at::autocast::decrement_nesting();
   }
-  bool operator==(const Found&) const = default;
+  bool operator==(const ThreadState&) const = default;
 };
 
 static_assert(!std::is_copy_constructible_v<AutocastGuard<torch::kCPU>>);
@@ -60,20 +60,20 @@ TEST(AutocastGuard, CudaDefaultsToFloat16AndIgnoresCpu) {
 }
 
 TEST(AutocastGuard, NestingRestoresEnclosingRegion) {
-  const Found before;
+  const ThreadState before;
   {
     const AutocastGuard<torch::kCPU> outer;
-    const Found in_outer;
+    const ThreadState outer_state;
     {
       const AutocastGuard<torch::kCPU, torch::kHalf> inner({.cache_enabled = false});
       EXPECT_EQ(dtype_of_product(), torch::kHalf);
       EXPECT_FALSE(at::autocast::is_autocast_cache_enabled());
-      EXPECT_EQ(Found::read_nesting(), before.nesting + 2);
+      EXPECT_EQ(ThreadState::read_nesting(), before.nesting + 2);
     }
-    EXPECT_EQ(Found(), in_outer);
+    EXPECT_EQ(ThreadState(), outer_state);
     EXPECT_EQ(dtype_of_product(), torch::kBFloat16);
   }
-  EXPECT_EQ(Found(), before);
+  EXPECT_EQ(ThreadState(), before);
 }
 
 TEST(AutocastGuard, DisabledRunsFullPrecisionInsideRegion) {
@@ -91,22 +91,22 @@ TEST(AutocastGuard, DisabledRunsFullPrecisionInsideRegion) {
 }
 
 TEST(AutocastGuard, ExceptionRestoresPreviousState) {
-  const Found before;
+  const ThreadState before;
   const auto mismatched = [] {
     const AutocastGuard<torch::kCPU, torch::kHalf> autocast({.cache_enabled = false});
     torch::mm(torch::ones({2, 3}), torch::ones({2, 3}));
   };
   EXPECT_THROW(mismatched(), c10::Error);
-  EXPECT_EQ(Found(), before);
+  EXPECT_EQ(ThreadState(), before);
 }
 
 TEST(AutocastGuard, RestoresManuallySetState) {
   at::autocast::set_autocast_enabled(torch::kCPU, true);
   at::autocast::set_autocast_dtype(torch::kCPU, torch::kHalf);
   at::autocast::set_autocast_cache_enabled(false);
-  const Found by_hand;
+  const ThreadState manual_state;
   { const AutocastGuard<torch::kCPU> autocast({.enabled = false}); }
-  EXPECT_EQ(Found(), by_hand);
+  EXPECT_EQ(ThreadState(), manual_state);
   at::autocast::set_autocast_enabled(torch::kCPU, false);
   at::autocast::set_autocast_dtype(torch::kCPU, torch::kBFloat16);
   at::autocast::set_autocast_cache_enabled(true);
@@ -203,7 +203,7 @@ TEST(AutocastGuard, ThrowsForOptionsThatContradictType) {
 }
 
 TEST(AutocastGuard, UnsupportedDtypeThrowsAndPreservesState) {
-  const Found before;
+  const ThreadState before;
   for (const bool enabled : {true, false}) {
     EXPECT_THAT(
         [&] {
@@ -213,17 +213,17 @@ TEST(AutocastGuard, UnsupportedDtypeThrowsAndPreservesState) {
         ThrowsMessage<c10::Error>(
             HasSubstr("In CPU autocast, but the target dtype Float is not supported; use Half or "
                       "BFloat16")));
-    EXPECT_EQ(Found(), before);
+    EXPECT_EQ(ThreadState(), before);
   }
   EXPECT_THROW(AutocastGuard guard({.device_type = torch::kCUDA, .dtype = torch::kDouble}),
                c10::Error);
-  EXPECT_EQ(Found(), before);
+  EXPECT_EQ(ThreadState(), before);
 }
 
 TEST(AutocastGuard, AcceptsMps) {
   static_assert(mezzo::default_autocast_dtype(torch::kMPS) == torch::kHalf);
   static_assert(mezzo::is_autocast_dtype_supported(torch::kMPS, torch::kBFloat16));
-  const Found before;
+  const ThreadState before;
   const auto is_on = [] { return at::autocast::is_autocast_enabled(torch::kMPS); };
   EXPECT_FALSE(is_on());
   {
@@ -236,7 +236,7 @@ TEST(AutocastGuard, AcceptsMps) {
     EXPECT_FALSE(is_on());
   }
   EXPECT_FALSE(is_on());
-  EXPECT_EQ(Found(), before);
+  EXPECT_EQ(ThreadState(), before);
   EXPECT_EQ(mezzo::recommended_autocast(torch::kMPS).dtype, torch::kHalf);
 }
 
@@ -266,7 +266,7 @@ TEST(AutocastOptions, PrintsMembersThatAreSet) {
             "cache_enabled=true, reason=\"no instructions\")");
 }
 
-// mezzo declares libtorch's functions itself: an overload of its own would make these ambiguous.
+// mezzo redeclares libtorch's functions: an overload would make these ambiguous.
 static_assert(std::is_same_v<decltype(&at::autocast::set_autocast_dtype),
                              void (*)(c10::DeviceType, c10::ScalarType)>);
 static_assert(std::is_same_v<decltype(&at::autocast::get_autocast_dtype),

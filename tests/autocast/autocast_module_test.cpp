@@ -24,7 +24,7 @@ using torch::Tensor;
 
 const AutocastOptions kBf16{.device_type = torch::kCPU};
 
-/// Several arguments, a default one, a child, a buffer, and a child that must stay in eval mode.
+/// Has several arguments, a default one, a child, a buffer, and a child that stays in eval mode.
 struct GatedImpl : torch::nn::Cloneable<GatedImpl> {
   GatedImpl() { reset(); }
   void reset() override {
@@ -144,7 +144,7 @@ TEST(AutocastModule, TrainSwitchesWrappedModule) {
   wrapped->train();
   EXPECT_TRUE(plain->is_training());
   EXPECT_TRUE(plain->linear->is_training());
-  EXPECT_FALSE(plain->frozen->is_training()) << "the module's own train() has the last word";
+  EXPECT_FALSE(plain->frozen->is_training()) << "the module's train() takes precedence";
   plain->eval();
   EXPECT_FALSE(AutocastModule(plain, kBf16)->is_training());
 }

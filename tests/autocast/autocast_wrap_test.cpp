@@ -25,7 +25,7 @@ using mezzo::autocast_wrap;
 using mezzo::AutocastOptions;
 using torch::Tensor;
 
-/// Wraps for the CPU in bfloat16, the form that most tests need.
+/// Wraps a function for the CPU in bfloat16.
 template <class F>
 auto lowered(F&& function) {
   return autocast_wrap<torch::kCPU>(std::forward<F>(function));
@@ -87,7 +87,7 @@ TEST(AutocastWrap, ReturnsImmovableTypes) {
   EXPECT_EQ(lowered([](int v) { return Immovable(v); })(5).value, 5);
 }
 
-/// Says which of its call operators ran.
+/// Returns which call operator ran.
 struct Overloaded {
   std::string operator()(int) & { return "mutable"; }
   std::string operator()(int) const& { return "const"; }
@@ -151,7 +151,7 @@ TEST(AutocastCall, ReturnsResultOfFunction) {
   static_assert(std::is_void_v<decltype(autocast(half, [] {}))>);
 }
 
-// --- The dtype of results ----------------------------------------------------------------------
+// --- output_dtype ----------------------------------------------------------------------
 
 Tensor product() { return torch::ones({2, 2}).mm(torch::ones({2, 2})); }
 
@@ -209,20 +209,20 @@ TEST(AutocastOutputDtype, ThrowsForTypesWithoutTensors) {
   struct Output {
     Tensor logits;
   };
-  const auto refused = [](const char* what) {
+  const auto throws = [](const char* what) {
     return testing::ThrowsMessage<c10::Error>(testing::HasSubstr(what));
   };
   EXPECT_THAT([] { (void)autocast(kFloatOutput, [] { return Output{product()}; }); },
-              refused("returns a type that lists no tensors"));
+              throws("returns a type that lists no tensors"));
   Tensor kept = product();
   EXPECT_THAT([&] { (void)autocast(kFloatOutput, [&]() -> Tensor& { return kept; }); },
-              refused("returns a reference"));
+              throws("returns a reference"));
   EXPECT_THAT(
       [] { (void)autocast({.device_type = torch::kCPU, .output_dtype = torch::kLong}, product); },
-      refused("output_dtype is Long; it should be a floating-point dtype"));
+      throws("output_dtype is Long; it should be a floating-point dtype"));
 }
 
-// Where the logged loss of a language model is a number of bfloat16: 6.28125 for 6.2846.
+// Otherwise the logged loss of a language model is rounded to bfloat16: 6.28125 for 6.2846.
 TEST(AutocastOutputDtype, LossOutsideHasFloat32Precision) {
   torch::manual_seed(0);
   const Tensor x = torch::randn({64, 32});

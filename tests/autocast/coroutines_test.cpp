@@ -1,4 +1,4 @@
-// Guards that do not follow the call stack: coroutines.
+// Guards in coroutines, which do not follow the call stack.
 
 #include <mezzo/autocast/autocast_guard.h>
 #include <mezzo/autocast/autocast_state.h>
@@ -52,7 +52,7 @@ class Coroutine {
   std::coroutine_handle<promise_type> handle_;
 };
 
-/// What a thread's autocast state is on the CPU.
+/// A thread's autocast state on the CPU.
 struct CpuState {
   bool enabled = at::autocast::is_autocast_enabled(at::kCPU);
   torch::ScalarType dtype = at::autocast::get_autocast_dtype(at::kCPU);
@@ -62,10 +62,10 @@ struct CpuState {
   bool operator==(const CpuState&) const = default;
 };
 
-/// In a thread of its own, which takes what is left of autocast with it.
+/// Runs in a separate thread, whose autocast state ends with it.
 void in_a_thread(const std::function<void()>& work) { std::thread(work).join(); }
 
-/// What ATen/autocast_mode.h offers, in the form of a guard.
+/// A guard of the functions of ATen/autocast_mode.h.
 template <torch::ScalarType Dtype>
 class LibtorchsCalls {
  public:
@@ -118,7 +118,7 @@ std::pair<CpuState, CpuState> after_an_end_in_another_thread() {
   return after;
 }
 
-// Wrong with either, and with torch.autocast around an await.
+// Wrong with either guard, and with torch.autocast around an await.
 TEST(AutocastCoroutines, GuardAcrossSuspensionMatchesLibtorch) {
   using Half = mezzo::AutocastGuard<torch::kCPU, torch::kHalf>;
   using LibtorchsHalf = LibtorchsCalls<torch::kHalf>;

@@ -1,5 +1,5 @@
 /// \file
-/// What autocast makes of a matrix product, here and now.
+/// The dtype of a matrix product under the current autocast state.
 #pragma once
 
 #include <torch/torch.h>

@@ -1,5 +1,4 @@
-// The three calls of the CUDA driver that a compute capability takes, for a machine of two
-// GPUs: 9.0, 8.6.
+// The three functions of the CUDA driver that return a compute capability, for two GPUs: 9.0, 8.6.
 
 namespace {
 bool initialised = false;

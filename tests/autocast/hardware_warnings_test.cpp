@@ -1,4 +1,4 @@
-// What regions say that this machine has no device for, or no instructions.
+// Warnings of regions on a device or in a dtype that this machine lacks.
 
 #include <mezzo/autocast/autocast_guard.h>
 #include <mezzo/autocast/autocast_module.h>
@@ -24,7 +24,7 @@ using testing::ElementsAre;
 using testing::HasSubstr;
 using testing::IsEmpty;
 
-/// As in a process that has not warned yet.
+/// Resets warn-once, as in a new process.
 std::vector<std::string> first_warnings(const std::function<void()>& work) {
   const c10::WarningUtils::WarnAlways always;
   const test_support::WarningRecorder warnings;
@@ -95,7 +95,7 @@ TEST(AutocastHardwareWarnings, Float16WarningNamesCost) {
                     HasSubstr("emulated float16 is slower than float32"),
                     HasSubstr("mezzo::recommended_autocast(torch::kCPU)")));
   EXPECT_EQ(float16_cpu_warning({.known = true, .fp16 = true}), "");
-  EXPECT_EQ(float16_cpu_warning({}), "") << "nobody knows";
+  EXPECT_EQ(float16_cpu_warning({}), "") << "unknown CPU";
 }
 
 }  // namespace

@@ -1,7 +1,8 @@
 // Compiled with OpenMP and without the precompiled header: at::parallel_for, which parallel_apply
-// is made of, is a template that runs serially in a unit compiled without OpenMP.
+// calls, runs serially in a translation unit compiled without OpenMP.
 
 #include <mezzo/autocast/autocast_module.h>
+#include <mezzo/autocast/autocast_state.h>
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/mm.h>
@@ -25,7 +26,7 @@ namespace {
 using mezzo::AutocastModule;
 using torch::Tensor;
 
-/// Waits in forward until a second thread has come too, so that parallel_apply really uses two.
+/// Waits in forward until a second thread arrives, so that parallel_apply uses two threads.
 struct MeetingImpl : torch::nn::Module {
   explicit MeetingImpl(std::atomic<int>& arrived) : arrived_(&arrived) {
     linear = register_module("linear", torch::nn::Linear(4, 2));
@@ -47,7 +48,7 @@ struct MeetingImpl : torch::nn::Module {
 };
 TORCH_MODULE(Meeting);
 
-/// parallel_apply needs two threads, whatever the machine has.
+/// Sets two threads, which parallel_apply needs.
 class AutocastParallelApply : public testing::Test {
  protected:
   void SetUp() override {
@@ -68,7 +69,7 @@ TEST_F(AutocastParallelApply, PlainModulesIgnoreCallersRegion) {
   const mezzo::AutocastGuard<torch::kCPU> autocast;
   const auto outputs = torch::nn::parallel::parallel_apply(modules, inputs_);
   EXPECT_NE(outputs[0].scalar_type(), outputs[1].scalar_type())
-      << "the caller's own thread lowers, the pool's thread does not";
+      << "the caller's thread lowers, the pool's thread does not";
 }
 
 TEST_F(AutocastParallelApply, WrappedModulesRunUnderAutocast) {
@@ -81,7 +82,7 @@ TEST_F(AutocastParallelApply, WrappedModulesRunUnderAutocast) {
   EXPECT_FALSE(at::autocast::is_autocast_enabled(torch::kCPU));
 }
 
-/// What `product` computes in at each index of a loop over two threads, both of which come.
+/// Returns the dtypes of `product` at each index of a loop over two threads.
 template <class Product>
 std::vector<at::ScalarType> dtypes_in_parallel_for(const Product& product) {
   std::vector<at::ScalarType> dtypes(2);

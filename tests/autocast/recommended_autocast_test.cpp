@@ -86,14 +86,14 @@ TEST(RecommendedAutocast, FollowsComputeCapabilityOnCuda) {
 
 TEST(RecommendedAutocast, DisabledWithoutGpu) {
   EXPECT_EQ(recommend_cuda(std::nullopt).reason,
-            "float32 (autocast off): libtorch sees no CUDA device");
+            "float32 (autocast off): libtorch finds no CUDA device");
   if (!torch::cuda::is_available()) {
     EXPECT_FALSE(mezzo::recommended_autocast(torch::kCUDA).enabled);
     EXPECT_THAT(
         [] {
           mezzo::recommended_autocast({torch::kCUDA, 3});
         },
-        ThrowsMessage<c10::Error>(HasSubstr("there is no cuda:3; libtorch sees 0")));
+        ThrowsMessage<c10::Error>(HasSubstr("there is no cuda:3; libtorch finds 0")));
   }
 }
 

@@ -45,7 +45,7 @@ std::vector<torch::Tensor> gradients(const std::vector<torch::Tensor>& parameter
   return all;
 }
 
-/// Bitwise, or nearly.
+/// Compares bitwise, or with a tolerance.
 void expect_equal(const std::vector<torch::Tensor>& left, const std::vector<torch::Tensor>& right,
                   bool bitwise) {
   ASSERT_EQ(left.size(), right.size());
@@ -56,8 +56,8 @@ void expect_equal(const std::vector<torch::Tensor>& left, const std::vector<torc
   }
 }
 
-/// Again and again, for libtorch's executor first watches and then rewrites a graph. It does so
-/// without autocast, with backward formulas of its own that round otherwise.
+/// Repeats: libtorch's executor profiles a graph and then rewrites it. Without autocast it uses its
+/// own backward formulas, which round differently.
 void expect_steps_alike(ScriptModule& script, test_support::Twin& model,
                         const AutocastOptions& setting) {
   for (int step = 0; step < 4; ++step) {
@@ -173,7 +173,7 @@ TEST(ScriptModule, SyncsBuffersReplacedByForward) {
   }
   EXPECT_EQ(net->named_buffers()["counter.calls"].item<float>(), 2);
 
-  torch::jit::Module(script).forward({images()});  // not by way of the ScriptModule
+  torch::jit::Module(script).forward({images()});  // not through the ScriptModule
   const std::string file = test_support::save_to_string(net.ptr());
   ScriptModule loaded(counter());
   loaded(images());
@@ -182,7 +182,7 @@ TEST(ScriptModule, SyncsBuffersReplacedByForward) {
   EXPECT_EQ(loaded->script().attr("counter").toModule().attr("calls").toTensor().item<float>(), 3);
 }
 
-// The file is torch.jit.script's of
+// The file contains torch.jit.script of
 //     def forward(self, x):
 //         with torch.autocast("cpu", enabled=False):
 //             return self.fc(x)
@@ -197,7 +197,7 @@ TEST(ScriptModule, ThrowsForAutocastRegionInScript) {
       testing::ThrowsMessage<c10::Error>(testing::HasSubstr("forward enters torch.autocast")));
 }
 
-// The files are what tests/autocast/data/forks.py writes.
+// tests/autocast/data/forks.py writes the files.
 TEST(ScriptModule, ForksFollowOpListsAndOverrides) {
   ScriptModule net(torch::jit::load(MEZZO_AUTOCAST_TEST_DATA "/forks.pt"));
   const auto parameters = net->named_parameters();
@@ -210,26 +210,27 @@ TEST(ScriptModule, ForksFollowOpListsAndOverrides) {
   };
   EXPECT_TRUE(torch::equal(net(x).toTensor(), in_cpp()));
   const auto overrides = mezzo::install_op_overrides(mezzo::OpOverrides().deny("aten::linear"));
-  for (const auto& own : {mezzo::OpOverrides(), overrides}) {
-    const mezzo::AutocastGuard autocast({.device_type = torch::kCPU, .op_overrides = own});
+  for (const auto& region_overrides : {mezzo::OpOverrides(), overrides}) {
+    const mezzo::AutocastGuard autocast(
+        {.device_type = torch::kCPU, .op_overrides = region_overrides});
     const auto output = net(x).toTensor();
-    EXPECT_EQ(output.scalar_type(), own.empty() ? torch::kBFloat16 : torch::kFloat);
+    EXPECT_EQ(output.scalar_type(), region_overrides.empty() ? torch::kBFloat16 : torch::kFloat);
     EXPECT_TRUE(torch::equal(output, in_cpp()));
   }
 }
 
 TEST(ScriptModule, ThrowsForOpsOutsideInterpreter) {
-  const auto refused = [](const char* file) {
+  const auto message_of_forward = [](const char* file) {
     ScriptModule net(torch::jit::load(std::string(MEZZO_AUTOCAST_TEST_DATA "/") + file));
     EXPECT_NO_THROW(net(torch::ones({2, 8})));
     const mezzo::AutocastGuard<torch::kCPU> autocast;
     return test_support::message_of([&] { net(torch::ones({2, 8})); });
   };
   EXPECT_THAT(
-      refused("many_forks.pt"),
+      message_of_forward("many_forks.pt"),
       testing::AllOf(testing::HasSubstr("the future of a torch.jit.fork is stored in a list"),
                      testing::HasSubstr("call torch.jit.wait on each future directly")));
-  EXPECT_THAT(refused("interface.pt"),
+  EXPECT_THAT(message_of_forward("interface.pt"),
               testing::AllOf(testing::HasSubstr("calls a method of an interface"),
                              testing::HasSubstr("annotate the submodule with its class")));
 }

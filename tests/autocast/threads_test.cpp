@@ -35,7 +35,7 @@ void expect_every_device_type_as_set() {
 }
 
 TEST(AutocastState, HoldsEveryDeviceTypeAndCacheFlag) {
-  std::thread([] {  // a thread of its own, whose state ends with it
+  std::thread([] {  // a thread, whose state ends with it
     set_every_device_type_by_hand();
     std::thread(mezzo::propagate_autocast_state(expect_every_device_type_as_set)).join();
   })

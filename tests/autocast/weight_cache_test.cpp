@@ -20,7 +20,7 @@ using torch::Tensor;
 
 Tensor weight() { return torch::rand({4, 4}).requires_grad_(); }
 
-/// The low-precision copy that an op of this region would read: the cached one, or a new one.
+/// Returns the low-precision copy that an op of this region would read, cached or new.
 Tensor cast(const Tensor& tensor, torch::ScalarType dtype = torch::kBFloat16) {
   return at::autocast::cached_cast(dtype, tensor, torch::kCPU);
 }
@@ -57,7 +57,7 @@ TEST(AutocastWeightCache, OutlivesInnerRegionOfSameDtype) {
   EXPECT_TRUE(cast(w).is_same(before));
 }
 
-/// The ways to run `call` in a region of `dtype`.
+/// Every way to run `call` in a region of `dtype`.
 std::vector<std::function<void(torch::ScalarType, const std::function<void()>&)>> regions() {
   using torch::kCPU;
   const auto state_of = [](torch::ScalarType dtype) {
@@ -123,17 +123,17 @@ TEST(AutocastWeightCache, StaysDisabledInNestedRegions) {
   EXPECT_EQ(product(), 16.0F);
 }
 
-/// Whether each kind of region that says nothing of the cache has libtorch's on.
+/// Returns whether libtorch's cache is enabled in each kind of region without cache_enabled.
 std::vector<bool> caches_in_silent_regions() {
   std::vector<bool> found;
-  const auto look = [&] { found.push_back(at::autocast::is_autocast_cache_enabled()); };
+  const auto record = [&] { found.push_back(at::autocast::is_autocast_cache_enabled()); };
   {
     const AutocastGuard<torch::kCPU> guard;
-    look();
+    record();
   }
-  mezzo::autocast({.device_type = torch::kCPU, .dtype = torch::kHalf}, look);
+  mezzo::autocast({.device_type = torch::kCPU, .dtype = torch::kHalf}, record);
   std::thread(mezzo::propagate_autocast_state([&] {
-    mezzo::autocast_wrap<torch::kCPU>(look)();
+    mezzo::autocast_wrap<torch::kCPU>(record)();
   })).join();
   return found;
 }
@@ -151,7 +151,7 @@ TEST(AutocastWeightCache, FlagInheritedByDefault) {
   at::autocast::set_autocast_cache_enabled(true);
 }
 
-// A copy that is made without gradients is not the one that is used with them.
+// A cast made without grad mode is not used with it.
 TEST(AutocastWeightCache, IgnoresNoGradAndInferenceCasts) {
   torch::nn::Linear model(2, 2);
   const Tensor x = torch::randn({8, 2});

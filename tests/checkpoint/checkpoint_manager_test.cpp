@@ -71,7 +71,7 @@ TEST(CheckpointManager, LoadStepPrefersLastSaved) {
   EXPECT_THAT(message_of([&] { checkpoints.load(state, 11); }),
               HasSubstr("has no checkpoint of step 11; load one of the steps 30, 10, 20, 10"));
   EXPECT_THAT(message_of([&] { CheckpointManager(temp_dir.path() / "none").load(state, 1); }),
-              HasSubstr("has no checkpoint of step 1, and no other"));
+              HasSubstr("has no checkpoint of step 1, nor of any other step"));
 }
 
 TEST(SaveCheckpoint, ReplacesFileAndCreatesDirectory) {

@@ -368,7 +368,7 @@ TEST(StateDict, LoadsPythonFile) {
                 mezzo::load_checkpoint(
                     file, TrainingState().add("model", model).add("optimizer", optimizer));
               }),
-              HasSubstr("it lacks \"model\", \"optimizer\""));
+              HasSubstr("missing name(s): \"model\", \"optimizer\""));
 }
 
 TEST(StateDict, CastsFloat32WithWarning) {

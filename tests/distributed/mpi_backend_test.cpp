@@ -310,7 +310,7 @@ TEST_F(MpiBackendTest, ReportsInvalidArgumentsAtTheCall) {
   EXPECT_THAT(sum_error(three.to(at::kMeta)), HasSubstr("on the CPU"));
   EXPECT_THAT(message_of([&] { all_gather(world, at::zeros({3 * size + 1}), three)->wait(); }),
               HasSubstr("`output` must be contiguous, on the CPU, of the dtype of `input` and " +
-                        std::to_string(size) + " times as long"));
+                        std::to_string(size) + " times its size"));
   EXPECT_THAT(
       message_of([&] { all_gather(world, at::zeros({3 * size}, at::kHalf), three)->wait(); }),
       HasSubstr("of the dtype of `input`"));
@@ -358,7 +358,7 @@ TEST(MpiBackend, MismatchedCollectivesThrowOnAllRanks) {
   const auto sum = [&] { return all_reduce(world, tensor, c10d::ReduceOp::SUM); };
   expect_error([&] { return broadcast(world, tensor, 0); }, sum,
                "broadcast from rank 0 of 10 Float where rank 0 called all_reduce(sum) of 10 Float "
-               "(collective number 1 of this group)");
+               "(collective number 1 of this backend)");
   expect_error([&] { return all_reduce(world, tensor, c10d::ReduceOp::MAX); }, sum,
                "all_reduce(max) of 10 Float where rank 0 called all_reduce(sum) of 10 Float");
   expect_error([&] { return all_reduce(world, tensor.narrow(0, 0, 9), c10d::ReduceOp::SUM); }, sum,

@@ -1,4 +1,4 @@
-// libtorch's containers of modules and parameters wherever mezzo takes a module.
+// libtorch's containers of modules and parameters, passed where mezzo takes a module.
 
 #include <mezzo/autocast/autocast_guard.h>
 #include <mezzo/autocast/autocast_module.h>
@@ -28,7 +28,7 @@ using testing::HasSubstr;
 using torch::Tensor;
 using NamedModules = std::vector<std::pair<std::string, std::shared_ptr<torch::nn::Module>>>;
 
-/// Every container that libtorch has.
+/// Every container in libtorch.
 struct NestedImpl : torch::nn::Module {
   NestedImpl() {
     torch::manual_seed(1);
@@ -78,7 +78,7 @@ void expect_same_parameters(const Nested& left, const Nested& right) {
   }
 }
 
-/// Gradients and numbers of the model in a guard.
+/// Returns gradients and outputs of the model in a guard.
 Tensor trained_in_a_guard(Nested model) {
   const mezzo::AutocastGuard<torch::kCPU> autocast;
   const Tensor result = model->forward(batch());

@@ -1,4 +1,4 @@
-// Parameters and buffers that nobody trains in: quantised, integer, bool, complex, float8.
+// Parameters and buffers of dtypes without training: quantized, integer, bool, complex, float8.
 
 #include <mezzo/autocast/autocast_guard.h>
 #include <mezzo/checkpoint/checkpoint.h>
@@ -38,7 +38,7 @@ Tensor values_of(const Tensor& tensor) {
   return tensor.is_quantized() ? tensor.dequantize() : tensor.to(torch::kComplexDouble);
 }
 
-/// A tensor of the dtype, which may stand among parameters.
+/// Returns a tensor of the dtype that can be registered as a parameter.
 Tensor odd_tensor(torch::ScalarType dtype) {
   return dtype == torch::kQInt8 ? quantised() : torch::arange(16).view({4, 4}).to(dtype);
 }
@@ -89,7 +89,7 @@ TEST_P(NonTrainingDtypes, BucketsThrowByName) {
               HasSubstr(std::string("parameter 1 (") + c10::toString(GetParam()) + " ["));
 }
 
-/// One weight that is trained, beside one parameter and one buffer that are not.
+/// A trained weight, and a parameter and a buffer that are not trained.
 struct MixedImpl : torch::nn::Module {
   MixedImpl(const Tensor& parameter, const Tensor& buffer) {
     weight = register_parameter("weight", torch::full({4, 4}, 0.5));
@@ -109,7 +109,7 @@ TEST_P(NonTrainingDtypes, NotCastByOptLevels) {
     return mezzo::initialize(model, optimizer, mezzo::OptLevel::O2({.loss_scale = 1.0}),
                              {.verbosity = 0});
   };
-  if (odd_.is_floating_point()) {  // which float8 is: only a weight in float32 can be cast
+  if (odd_.is_floating_point()) {  // float8: only float32 weights can be cast
     EXPECT_THAT(message_of(initialize), HasSubstr("expected float32"));
     return;
   }
@@ -143,7 +143,7 @@ INSTANTIATE_TEST_SUITE_P(, NonTrainingDtypes,
                                          torch::kComplexFloat, torch::kFloat8_e4m3fn),
                          [](const auto& tested) { return c10::toString(tested.param); });
 
-// What a region does with them, as plain at::autocast does.
+// Regions treat these dtypes as at::autocast does.
 TEST(NonTrainingDtypesAutocast, CastOnlyFloatingPoint) {
   for (const auto dtype : {torch::kLong, torch::kComplexFloat, torch::kFloat8_e4m3fn}) {
     const Tensor x = odd_tensor(dtype);

@@ -177,22 +177,23 @@ TEST(GradScaler, CoalescesSparseGradientsBeforeCheck) {
 TEST(GradScaler, ThrowsForFp16GradientsUnlessAllowed) {
   const auto x = torch::zeros({1}, torch::dtype(torch::kHalf).requires_grad(true));
   auto optimizer = sgd({x});
-  const auto refused = [&](const auto& call) {
+  const auto expect_throws = [&](const auto& call) {
     auto scaler = make_silent_scaler({});
-    x.mutable_grad() = torch::full({1}, 6.6e-5, torch::kHalf);  // 1e-9 without the scale: 0 in half
+    x.mutable_grad() =
+        torch::full({1}, 6.6e-5, torch::kHalf);  // 1e-9 without the scale: 0 in float16
     EXPECT_THAT(message_of([&] { call(scaler); }),
                 testing::AllOf(testing::StartsWith("Attempting to unscale FP16 gradients."),
                                HasSubstr("mezzo::AutocastGuard"), HasSubstr("MasterWeights")));
   };
-  refused([&](GradScaler& scaler) { scaler.unscale_(optimizer); });
+  expect_throws([&](GradScaler& scaler) { scaler.unscale_(optimizer); });
   for (const mezzo::StepOptions& options :
        {mezzo::StepOptions{}, mezzo::StepOptions{.max_norm = 1.0}, {.zero_grad = true}}) {
-    refused([&](GradScaler& scaler) { scaler.step(optimizer, options); });
+    expect_throws([&](GradScaler& scaler) { scaler.step(optimizer, options); });
   }
   EXPECT_EQ(x.item<float>(), 0.0F);
   x.mutable_grad() = torch::ones({1}, torch::kHalf);
-  auto allowing = make_silent_scaler({.init_scale = 4, .allow_fp16_gradients = true});
-  EXPECT_TRUE(allowing.step(optimizer).applied());
+  auto scaler = make_silent_scaler({.init_scale = 4, .allow_fp16_gradients = true});
+  EXPECT_TRUE(scaler.step(optimizer).applied());
   EXPECT_EQ(x.grad().item<float>(), 0.25F);
 }
 
@@ -837,20 +838,20 @@ TEST(GradScalerStateDict, LoadThrowsForDisabledScalersState) {
 }
 
 TEST(GradScalerStateDict, FailedLoadChangesNothing) {
-  const GradScaler::StateDict given{
+  const GradScaler::StateDict valid_state{
       {"scale", 64},          {"growth_factor", 4},   {"backoff_factor", 0.25},
       {"growth_interval", 5}, {"_growth_tracker", 2}, {"min_scale", 2},
       {"max_scale", 512},     {"hysteresis", 4},      {"_hysteresis_tracker", 1},
       {"_loss_scale_mode", 2}};
   int refused = 0;
   for (const bool has_scaled : {false, true}) {
-    for (const auto& [key, good] : given) {
+    for (const auto& [key, good] : valid_state) {
       for (const double value : {good, 0.0, -1.0, 0.5, 1.0, 2.5, 3.0, 0x1p40, 0x1p100,
                                  static_cast<double>(kInfinity), std::nan("")}) {
         GradScaler scaler(unusual_options());
         if (has_scaled) run(scaler, {1, 1});
         const auto before = scaler.state_dict();
-        auto state = given;
+        auto state = valid_state;
         state[key] = value;
         const std::string error = message_of([&] { scaler.load_state_dict(state); });
         const bool loads = error == "no error";
@@ -862,7 +863,7 @@ TEST(GradScalerStateDict, FailedLoadChangesNothing) {
           EXPECT_EQ(scaler.state_dict(), loads ? state : before) << key << " = " << value;
         }
       }
-      auto incomplete = given;
+      auto incomplete = valid_state;
       incomplete.erase(key);
       GradScaler scaler(unusual_options());
       const auto before = scaler.state_dict();

@@ -326,7 +326,7 @@ class MpiBackend final : public c10d::Backend {
         collective, " on rank ", rank_,
         ": a tensor must be dense, contiguous and on the CPU, with fewer than 2^31 elements, "
         "but is ",
-        detail::describe(tensor), "; pass tensor.contiguous(), or a part at a time");
+        detail::describe(tensor), "; pass tensor.contiguous(), or one chunk at a time");
     return c10::str(collective, " of ", tensor.numel(), " ", c10::toString(tensor.scalar_type()));
   }
 

@@ -101,8 +101,8 @@ class LAMB : public detail::TorchOptimizerBase<LAMB, LAMBOptions, LAMBParamState
 
 inline void LAMB::update() {
   struct TensorGroup {
-    std::vector<at::Tensor> parameters, gradients, means, squares;
-    std::vector<at::Scalar> corrections, root_corrections;
+    std::vector<at::Tensor> parameters, grads, exp_avgs, exp_avg_sqs;
+    std::vector<at::Scalar> bias_corrections1, bias_correction2_sqrts;
   };
   for (const auto& group : param_groups_) {
     const auto& options = static_cast<const LAMBOptions&>(group.options());
@@ -113,34 +113,33 @@ inline void LAMB::update() {
       LAMBParamState& state = get_or_create_state(parameter);
       if (!state.exp_avg().defined()) {
         state.exp_avg(at::zeros_like(parameter)).exp_avg_sq(at::zeros_like(parameter));
-      } else if (state.exp_avg().scalar_type() !=
-                 parameter.scalar_type()) {  // the parameter was cast
+      } else if (state.exp_avg().scalar_type() != parameter.scalar_type()) {
         state.exp_avg(state.exp_avg().to(parameter.scalar_type()));
         state.exp_avg_sq(state.exp_avg_sq().to(parameter.scalar_type()));
       }
       state.step(state.step() + 1);
       const auto step = static_cast<double>(options.bias_correction() ? state.step() : 0);
-      const auto correction = [step](double beta) {
+      const auto bias_correction = [step](double beta) {
         return step == 0 ? 1.0 : 1 - std::pow(beta, step);
       };
       TensorGroup& tensors = tensor_groups.get(parameter);
       tensors.parameters.push_back(parameter);
-      tensors.gradients.push_back(parameter.grad().to(parameter.scalar_type()));
-      tensors.means.push_back(state.exp_avg());
-      tensors.squares.push_back(state.exp_avg_sq());
-      tensors.corrections.emplace_back(correction(beta1));
-      tensors.root_corrections.emplace_back(std::sqrt(correction(beta2)));
+      tensors.grads.push_back(parameter.grad().to(parameter.scalar_type()));
+      tensors.exp_avgs.push_back(state.exp_avg());
+      tensors.exp_avg_sqs.push_back(state.exp_avg_sq());
+      tensors.bias_corrections1.emplace_back(bias_correction(beta1));
+      tensors.bias_correction2_sqrts.emplace_back(std::sqrt(bias_correction(beta2)));
     }
     for (const auto& [device, dtype, tensors] : tensor_groups) {
-      at::_foreach_mul_(tensors.means, beta1);
-      at::_foreach_add_(tensors.means, tensors.gradients, 1 - beta1);
-      at::_foreach_mul_(tensors.squares, beta2);
-      at::_foreach_addcmul_(tensors.squares, tensors.gradients, tensors.gradients, 1 - beta2);
-      std::vector<at::Tensor> divisors = at::_foreach_sqrt(tensors.squares);
-      at::_foreach_div_(divisors, tensors.root_corrections);
-      at::_foreach_add_(divisors, options.eps());
-      at::_foreach_mul_(divisors, tensors.corrections);
-      const std::vector<at::Tensor> updates = at::_foreach_div(tensors.means, divisors);
+      at::_foreach_mul_(tensors.exp_avgs, beta1);
+      at::_foreach_add_(tensors.exp_avgs, tensors.grads, 1 - beta1);
+      at::_foreach_mul_(tensors.exp_avg_sqs, beta2);
+      at::_foreach_addcmul_(tensors.exp_avg_sqs, tensors.grads, tensors.grads, 1 - beta2);
+      std::vector<at::Tensor> denoms = at::_foreach_sqrt(tensors.exp_avg_sqs);
+      at::_foreach_div_(denoms, tensors.bias_correction2_sqrts);
+      at::_foreach_add_(denoms, options.eps());
+      at::_foreach_mul_(denoms, tensors.bias_corrections1);
+      const std::vector<at::Tensor> updates = at::_foreach_div(tensors.exp_avgs, denoms);
       if (options.weight_decay() != 0) {
         at::_foreach_add_(updates, tensors.parameters, options.weight_decay());
       }

@@ -148,12 +148,12 @@ inline void Muon::update() {
     for (const at::Tensor& parameter : group.params()) {
       const at::Tensor& gradient = parameter.grad();
       if (!gradient.defined()) continue;
-      at::Tensor& mean = get_or_create_state(parameter).momentum_buffer();
-      if (!mean.defined()) mean = at::zeros_like(gradient);
-      mean = mean.to(gradient.scalar_type());  // a loaded buffer may have another dtype
-      mean.lerp_(gradient, 1 - options.momentum());
+      at::Tensor& buffer = get_or_create_state(parameter).momentum_buffer();
+      if (!buffer.defined()) buffer = at::zeros_like(gradient);
+      buffer = buffer.to(gradient.scalar_type());  // a loaded buffer may have another dtype
+      buffer.lerp_(gradient, 1 - options.momentum());
       const at::Tensor direction =
-          options.nesterov() ? gradient.lerp(mean, options.momentum()) : mean;
+          options.nesterov() ? gradient.lerp(buffer, options.momentum()) : buffer;
       const auto rows = static_cast<double>(parameter.size(0));
       const auto columns = static_cast<double>(parameter.size(1));
       const double ratio = options.adjust_lr_fn() == "original"

@@ -1,4 +1,4 @@
-// What may be called, with what, and what may come back.
+// Callables, arguments and results that activation_checkpoint accepts.
 
 #include <mezzo/autocast/activation_checkpoint.h>
 
@@ -27,7 +27,7 @@ using torch::Tensor;
 
 class ActivationCheckpointArguments : public testing::Test {
  protected:
-  // Backward works, and the gradient of the sum of `y` for x is `factor` everywhere.
+  // Checks that backward of the sum of `y` gives x a gradient of `factor`.
   void expect_gradient(const Tensor& y, double factor) {
     ASSERT_TRUE(y.requires_grad());
     EXPECT_EQ(y.grad_fn()->name(), "mezzo::activation_checkpoint");

@@ -23,7 +23,7 @@ using torch::Tensor;
 
 class ActivationCheckpointAutocast : public testing::TestWithParam<at::ScalarType> {
  protected:
-  // Notes in what dtype the product came out, at each run.
+  // Records the dtype of the product of each call.
   auto block() {
     return [this](const Tensor& x) {
       const auto product = x.mm(w_);
@@ -72,8 +72,7 @@ TEST_P(ActivationCheckpointAutocast, GradientsBitwiseEqualPlainCall) {
               BitwiseEqual(loss(model)));
 }
 
-// The cached cast of a weight is gone at the time of the recomputation, or there is one where there
-// was none: the graphs of the two runs must not depend on it.
+// Whether a cast of a weight is cached may differ between forward and recomputation.
 TEST_P(ActivationCheckpointAutocast, IgnoresCastsCachedOutside) {
   const auto loss = [&](bool cached_before, bool cached_at_backward) {
     return loss_and_gradients({x_, w_}, [&] {

@@ -20,7 +20,8 @@ using torch::Tensor;
 
 class ActivationCheckpointErrors : public testing::Test {
  protected:
-  // The error of backward through a function that does `first` at first and `second` after that.
+  // Returns the error of backward through a function that runs `first` in forward and `second`
+  // later.
   template <class First, class Second>
   std::string error_when_it_changes(First first, Second second) {
     bool again = false;

@@ -1,4 +1,4 @@
-// Gradients through a checkpoint are those without it, to the bit, whatever way they are asked for.
+// Gradients through a checkpoint are bitwise identical to those without it.
 
 #include <mezzo/autocast/activation_checkpoint.h>
 
@@ -23,7 +23,7 @@ using activation_checkpoint_test::loss_and_gradients;
 using torch::Tensor;
 using torch::autograd::variable_list;
 
-// Calls the function as it is, or through mezzo::checkpoint.
+// Calls the function directly, or through mezzo::activation_checkpoint.
 struct Plain {
   template <class F, class... Args>
   auto operator()(F&& function, Args&&... args) const {
@@ -37,7 +37,7 @@ struct Checkpointed {
   }
 };
 
-// Expects the same loss and gradients from `make_loss(run)` in both ways.
+// Expects the same loss and gradients from `make_loss(run)` with and without checkpoints.
 template <class MakeLoss>
 void expect_same(const std::vector<Tensor>& leaves, const MakeLoss& make_loss) {
   const auto plain = loss_and_gradients(leaves, [&] { return make_loss(Plain{}); });
@@ -62,7 +62,7 @@ TEST_F(ActivationCheckpointGradients, InputAndCapturedParameters) {
   });
 }
 
-// What the form with a backward inside backward, as in Python with use_reentrant, cannot do.
+// Unsupported by use_reentrant=True in Python.
 TEST_F(ActivationCheckpointGradients, ParametersWhenNoInputRequiresGrad) {
   expect_same({w_, v_}, [&](auto run) {
     const auto block = [&](const Tensor& x) { return torch::gelu(x.mm(w_)).mm(v_); };
@@ -178,7 +178,7 @@ TEST_F(ActivationCheckpointGradients, AutogradGradOfSomeInputs) {
   EXPECT_FALSE(w_.grad().defined()) << "grad() accumulates nowhere";
 }
 
-// Counts how often its backward runs.
+// Counts calls of its backward.
 int backward_runs = 0;
 struct Counted : torch::autograd::Function<Counted> {
   static Tensor forward(torch::autograd::AutogradContext*, const Tensor& x) { return x.clone(); }
@@ -231,7 +231,7 @@ TEST_F(ActivationCheckpointGradients, RunsParameterHooksOnce) {
   EXPECT_EQ(calls, (std::vector<std::string>{"result", "inside", "gradient", "hidden"}));
 }
 
-// A backward that makes a graph of its own, with a checkpoint in it, and runs backward through it.
+// A backward that builds a graph with a checkpoint and runs backward through it.
 struct Nested : torch::autograd::Function<Nested> {
   static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& x) {
     ctx->save_for_backward({x});
@@ -253,7 +253,7 @@ TEST_F(ActivationCheckpointGradients, ReentrantBackward) {
   EXPECT_THAT(torch::autograd::grad({Nested::apply(x_).sum()}, {x_}), BitwiseEqual(plain));
 }
 
-// The engine hands backward passes nested deeper than 60 to threads of its own.
+// The engine runs backward passes nested deeper than 60 in other threads.
 TEST_F(ActivationCheckpointGradients, NestingBeyondEngineDepthLimit) {
   std::function<Tensor(const Tensor&, int)> nest;
   expect_same({x_, w_}, [&](auto run) {

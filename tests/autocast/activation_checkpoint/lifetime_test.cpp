@@ -1,4 +1,4 @@
-// What a checkpoint keeps alive, for how long, and from which threads it may be used.
+// Lifetimes of what a checkpoint stores, and its use from several threads.
 
 #include <mezzo/autocast/activation_checkpoint.h>
 
@@ -76,7 +76,7 @@ TEST(ActivationCheckpointLifetime, LongChainEndsWithoutRecursion) {
         {.preserve_rng_state = false}, [](const Tensor& t) { return t + 1; }, y);
   }
   EXPECT_EQ(y.item<float>(), 5'001);
-  // In a thread whose stack overflows when each node destroys the next.
+  // Runs in a thread whose stack would overflow if each node destroyed the next.
   pthread_attr_t attributes;
   ASSERT_EQ(pthread_attr_init(&attributes), 0);
   ASSERT_EQ(pthread_attr_setstacksize(&attributes, 256 * 1024), 0);
@@ -90,8 +90,7 @@ TEST(ActivationCheckpointLifetime, LongChainEndsWithoutRecursion) {
 TEST(ActivationCheckpointThreads, BackwardInAnotherThread) {
   const auto x = torch::randn({8, 8}).requires_grad_();
   const auto w = torch::randn({8, 8}).requires_grad_();
-  // A captured tensor with a node of this thread, numbered higher than what the other thread will
-  // make.
+  // A captured tensor whose node has a higher number than the nodes of the other thread.
   for (int i = 0; i < 100; ++i) w.exp();
   const auto scale = w.exp();
   const auto block = [w, scale](const Tensor& t) {
@@ -127,15 +126,15 @@ TEST(ActivationCheckpointThreads, ConcurrentBackwardOfOneGraph) {
   const auto expected = torch::autograd::grad({y}, {x, w}, {}, /*retain_graph=*/true);
   std::vector<std::vector<Tensor>> gradients(4);
   std::vector<std::thread> threads;
-  for (auto& mine : gradients) {
+  for (auto& thread_gradients : gradients) {
     threads.emplace_back([&] {
       for (int i = 0; i < 20; ++i)
-        mine = torch::autograd::grad({y}, {x, w}, {}, /*retain_graph=*/true);
+        thread_gradients = torch::autograd::grad({y}, {x, w}, {}, /*retain_graph=*/true);
     });
   }
   for (auto& thread : threads) thread.join();
-  for (const auto& mine : gradients)
-    EXPECT_THAT(mine, activation_checkpoint_test::BitwiseEqual(expected));
+  for (const auto& thread_gradients : gradients)
+    EXPECT_THAT(thread_gradients, activation_checkpoint_test::BitwiseEqual(expected));
 }
 
 }  // namespace

@@ -10,8 +10,8 @@ namespace activation_checkpoint_test {
 
 using test_support::BitwiseEqual;
 
-/// The loss that `make_loss()` returns, and its gradients for `leaves`, which are reset before.
-/// Each call starts from the same random state.
+/// Returns the loss of `make_loss()` and its gradients for `leaves`, which are cleared before.
+/// Each call starts from the same RNG state.
 template <class MakeLoss>
 std::vector<torch::Tensor> loss_and_gradients(const std::vector<torch::Tensor>& leaves,
                                               const MakeLoss& make_loss) {

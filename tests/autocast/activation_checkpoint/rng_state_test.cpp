@@ -14,7 +14,7 @@ using torch::Tensor;
 
 Tensor drop(const Tensor& x) { return torch::dropout(x, 0.5, /*train=*/true); }
 
-// With a gradient of 1, the gradient of x is its mask times 2, as is the result where x is 1.
+// For a gradient of 1, the gradient of x is its mask times 2; so is the result for x = 1.
 class ActivationCheckpointRngState : public testing::Test {
  protected:
   Tensor x_ = torch::ones({64}).requires_grad_();

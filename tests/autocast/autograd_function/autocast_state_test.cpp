@@ -1,4 +1,4 @@
-// What custom_fwd and custom_bwd without cast_inputs promise: backward sees what forward saw.
+// custom_fwd and custom_bwd without cast_inputs: backward runs under the state of forward.
 
 #include <mezzo/autocast/autocast_autograd_function.h>
 #include <mezzo/autocast/autocast_guard.h>
@@ -33,7 +33,7 @@ thread_local Seen seen_in_forward;
 thread_local Seen seen_in_backward;
 thread_local at::ScalarType product_in_backward;
 
-// a.mm(b), which autocast lowers, with a backward of mm's.
+// a.mm(b), which autocast lowers, with a backward that calls mm.
 template <template <class> class Base>
 struct StateProduct : Base<StateProduct<Base>> {
   static Tensor forward(AutogradContext* ctx, const Tensor& a, const Tensor& b) {
@@ -64,16 +64,16 @@ class AutocastAutogradFunction : public testing::TestWithParam<at::ScalarType> {
 
 TEST_P(AutocastAutogradFunction, BackwardUsesForwardDtypeInOtherRegion) {
   const auto other = GetParam() == at::kHalf ? at::kBFloat16 : at::kHalf;
-  Tensor c, of_theirs;
+  Tensor c, wrapped_result;
   {
     const mezzo::AutocastGuard autocast({.device_type = at::kCPU, .dtype = GetParam()});
     c = Multiply::apply(a_, b_);
-    of_theirs = mezzo::AutocastAutogradFunction<TheirMultiply>::apply(a_, b_);
+    wrapped_result = mezzo::AutocastAutogradFunction<TheirMultiply>::apply(a_, b_);
   }
   EXPECT_EQ(c.scalar_type(), GetParam());
   EXPECT_EQ(seen_in_forward, (Seen{true, GetParam()}));
   const mezzo::AutocastGuard autocast({.device_type = at::kCPU, .dtype = other});
-  for (const Tensor& result : {c, of_theirs}) {
+  for (const Tensor& result : {c, wrapped_result}) {
     seen_in_backward = {};
     result.sum().backward();
     EXPECT_EQ(seen_in_backward, (Seen{true, GetParam()}));
@@ -101,12 +101,12 @@ TEST_P(AutocastAutogradFunction, GradientsEqualPlainOpsUnderAutocast) {
         {.device_type = at::kCPU, .dtype = GetParam(), .cache_enabled = false});
     return torch::autograd::grad({multiply(a_, b_).to(at::kFloat).pow(2).sum()}, {a_, b_});
   };
-  const auto ours =
+  const auto actual =
       gradients([](const Tensor& a, const Tensor& b) { return Multiply::apply(a, b); });
-  const auto theirs = gradients([](const Tensor& a, const Tensor& b) { return a.mm(b); });
-  EXPECT_EQ(ours[0].scalar_type(), at::kFloat);
-  EXPECT_TRUE(torch::equal(ours[0], theirs[0]));
-  EXPECT_TRUE(torch::equal(ours[1], theirs[1]));
+  const auto expected = gradients([](const Tensor& a, const Tensor& b) { return a.mm(b); });
+  EXPECT_EQ(actual[0].scalar_type(), at::kFloat);
+  EXPECT_TRUE(torch::equal(actual[0], expected[0]));
+  EXPECT_TRUE(torch::equal(actual[1], expected[1]));
 }
 
 TEST_P(AutocastAutogradFunction, DoubleBackwardUsesForwardState) {

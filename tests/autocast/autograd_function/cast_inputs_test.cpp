@@ -1,5 +1,4 @@
-// What custom_fwd(cast_inputs=...) promises: converted arguments, autocast off in forward and
-// backward.
+// custom_fwd(cast_inputs=...): casts arguments, and disables autocast in forward and backward.
 
 #include <mezzo/autocast/autocast_autograd_function.h>
 #include <mezzo/autocast/autocast_guard.h>
@@ -29,7 +28,7 @@ std::vector<at::ScalarType> dtypes_seen;
 bool on_in_forward = true;
 bool on_in_backward = true;
 
-// A kernel that wants all in one dtype: a.mm(b).
+// A kernel that needs one dtype: a.mm(b).
 template <at::ScalarType Dtype>
 struct CastAndMultiply : mezzo::AutocastAutogradFunction<CastAndMultiply<Dtype>, Dtype> {
   static Tensor forward(AutogradContext* ctx, const Tensor& a, const Tensor& b) {
@@ -78,7 +77,7 @@ TEST(AutocastAutogradFunctionCastInputs, GradientsHaveArgumentDtype) {
   EXPECT_TRUE(torch::equal(b.grad(), a.detach().to(at::kHalf).t().mm(ones).to(at::kFloat)));
 }
 
-// Notes what it was called with; its gradient is not asked for.
+// Records the arguments of its forward.
 struct Note : mezzo::AutocastAutogradFunction<Note, at::kHalf> {
   template <class... Args>
   static Tensor forward(AutogradContext*, Args&&... args) {

@@ -25,7 +25,7 @@ Lists as_map(const mezzo::AutocastOpList& list) {
   return map;
 }
 
-/// The CPU's lists, which stand in no header, as libtorch 2.11's sources have them.
+/// The CPU's lists in the sources of libtorch 2.11, which are in no header.
 Lists cpu_lists_of_2_11() {
   Lists lists;
   const auto list = [&lists](CastPolicy cast_policy, const std::string& names) {
@@ -64,7 +64,7 @@ Lists cpu_lists_of_2_11() {
   return lists;
 }
 
-// CUDA's lists as libtorch's header has them.
+// CUDA's lists in libtorch's header.
 std::string overload(const char* op) { return std::string("aten::") + op; }
 std::string overload(const char* op, const char* name) { return overload(op) + "." + name; }
 
@@ -103,7 +103,7 @@ Lists lists_of_the_header() {
 #undef APPEND_DTYPE
 #undef PROMOTE
 
-// Two independent ways to the same lists: a probe of every kernel, and what libtorch's sources say.
+// A probe of every kernel returns the lists of libtorch's sources.
 TEST(AutocastOpList, MatchesLibtorchSources) {
 #if TORCH_VERSION_MAJOR != 2 || TORCH_VERSION_MINOR != 11
   GTEST_SKIP() << "the table is that of libtorch 2.11";
@@ -115,7 +115,7 @@ TEST(AutocastOpList, MatchesLibtorchSources) {
 
 TEST(AutocastOpList, MatchesCudaMacros) {
   auto lists = lists_of_the_header();
-  // Registered beside the macros.
+  // Registered without the macros.
   lists.emplace("aten::cudnn_convolution", CastPolicy::lower_precision_fp);
   lists.emplace("aten::cudnn_convolution_transpose", CastPolicy::lower_precision_fp);
   lists.emplace("aten::binary_cross_entropy", CastPolicy::banned);

@@ -60,12 +60,12 @@ TEST(CastFunctions, CopyReturnedArgument) {
 }
 
 TEST(CastFunctions, PromoteToWidestDtype) {
-  const auto seen = mezzo::promote_function([](const Tensor& a, const std::vector<Tensor>& b) {
+  const auto dtypes = mezzo::promote_function([](const Tensor& a, const std::vector<Tensor>& b) {
     return std::pair(a.scalar_type(), b.at(0).scalar_type());
   });
   const auto call = [&](at::ScalarType a, at::ScalarType b) {
     const AutocastGuard<kCPU> autocast;
-    return seen(ones(a), std::vector<Tensor>{ones(b)});
+    return dtypes(ones(a), std::vector<Tensor>{ones(b)});
   };
   EXPECT_EQ(call(kBFloat16, kFloat), std::pair(kFloat, kFloat));
   EXPECT_EQ(call(kBFloat16, kBFloat16), std::pair(kBFloat16, kBFloat16));
@@ -93,8 +93,8 @@ TEST(CastFunctions, CastTensorsInNestedContainers) {
   const Containers nested{ones(kFloat), {{"a", {ones(kFloat)}}}, {1, ones(kFloat)}};
   const std::vector<Tensor> list = {ones(kFloat)};
   const AutocastGuard<kCPU> autocast;
-  const auto seen = lowered(nested, at::TensorList(list), std::array<Tensor, 1>{ones(kFloat)});
-  EXPECT_EQ(seen, std::vector<at::ScalarType>(5, kBFloat16));
+  const auto dtypes = lowered(nested, at::TensorList(list), std::array<Tensor, 1>{ones(kFloat)});
+  EXPECT_EQ(dtypes, std::vector<at::ScalarType>(5, kBFloat16));
   EXPECT_EQ(list[0].scalar_type(), kFloat);  // the caller's stay as they are
 }
 

@@ -1,4 +1,4 @@
-// Opens a plugin that installs a overrides, closes it and calls an op that it named:
+// Opens a plugin that installs overrides, closes it and calls an op that they name:
 // closed_plugin PLUGIN
 
 #include <ATen/autocast_mode.h>

@@ -13,8 +13,8 @@
 
 #include "op_samples.h"
 
-// Every op of a device's lists, called under autocast and compared, bit for bit, with the same op
-// called on inputs that the test casts itself, under no autocast.
+// Compares each listed op of a device under autocast, bitwise, with the op called without autocast
+// on inputs that the test casts.
 
 namespace {
 
@@ -22,11 +22,11 @@ using mezzo::CastPolicy;
 using op_overrides_test::OpSample;
 using testing::IsSubsetOf;
 
-// MKL chooses its code by alignment; told so before its first call, equal inputs give equal bits,
-// but for the ops that `values_of` names.
+// MKL chooses code by alignment. With this set before its first call, equal inputs give bitwise
+// identical results, except for the ops in `values_of`.
 [[maybe_unused]] const int kReproducibleMkl = ::setenv("MKL_CBWR", "COMPATIBLE", /*overwrite=*/1);
 
-// The dtypes that the inputs come in.
+// The dtypes of the inputs.
 enum class Inputs { all_float, all_lower, first_lower, all_double };
 
 struct Setting {
@@ -65,7 +65,7 @@ std::vector<c10::IValue> cast_all(const std::vector<c10::IValue>& arguments, at:
   });
 }
 
-// The dtype argument of softmax, sum and their like, set unless the caller set it.
+// Sets the dtype argument of softmax, sum and similar ops unless the caller set it.
 void set_dtype(const c10::OperatorHandle& op, std::vector<c10::IValue>& arguments) {
   const auto& declared = op.schema().arguments();
   for (std::size_t i = 0; i < declared.size(); ++i) {
@@ -75,9 +75,10 @@ void set_dtype(const c10::OperatorHandle& op, std::vector<c10::IValue>& argument
   }
 }
 
-// What the cast_policy says, done by hand.
-op_overrides_test::Outcome by_hand(const std::string& name, CastPolicy cast_policy,
-                                   std::vector<c10::IValue> arguments, const Setting& setting) {
+// Applies the cast policy manually.
+op_overrides_test::Outcome call_with_manual_cast(const std::string& name, CastPolicy cast_policy,
+                                                 std::vector<c10::IValue> arguments,
+                                                 const Setting& setting) {
   auto op = op_overrides_test::find_op(name);
   switch (cast_policy) {
     case CastPolicy::lower_precision_fp:
@@ -106,14 +107,14 @@ op_overrides_test::Outcome by_hand(const std::string& name, CastPolicy cast_poli
   }
 }
 
-// Two plain calls of linalg_lstsq with equal inputs differ by 1e-6, by where its memory lies.
+// Two calls of linalg_lstsq with equal inputs differ by 1e-6, depending on alignment.
 op_overrides_test::Values values_of(const OpSample& sample) {
   return sample.op == "aten::linalg_lstsq" ? op_overrides_test::Values::within_rounding
                                            : op_overrides_test::Values::bitwise_equal;
 }
 
-// Compares every sample that the list names; returns the ops that have no kernel for this setting,
-// by hand or under autocast.
+// Compares every listed sample; returns the ops without a kernel for this setting, with a manual
+// cast or under autocast.
 std::vector<std::string> compare_all(const mezzo::AutocastOpList& list, const Setting& setting,
                                      const mezzo::OpOverrides& overrides) {
   std::vector<std::string> threw;
@@ -125,7 +126,7 @@ std::vector<std::string> compare_all(const mezzo::AutocastOpList& list, const Se
     for (const auto inputs :
          {Inputs::all_float, Inputs::all_lower, Inputs::first_lower, Inputs::all_double}) {
       const auto arguments = prepare(sample, inputs, setting);
-      const auto expected = by_hand(sample.op, cast_policy, arguments, setting);
+      const auto expected = call_with_manual_cast(sample.op, cast_policy, arguments, setting);
       op_overrides_test::Outcome found;
       {
         const mezzo::AutocastGuard autocast(
@@ -157,12 +158,11 @@ std::vector<std::string> without_sample(const mezzo::AutocastOpList& list) {
   return missing;
 }
 
-// oneDNN's LSTM wants bfloat16 or half instructions; libtorch refuses a named dimension here.
+// oneDNN's LSTM needs bfloat16 or float16 instructions; libtorch throws for a named dimension here.
 const std::vector<std::string> kWithoutCpuKernel = {"aten::mkldnn_rnn_layer",
                                                     "aten::index_copy.dimname"};
 
-// A libtorch with CUDA adds cuDNN's RNN, whose kernel under autocast also lays out the weights
-// anew.
+// A libtorch with CUDA adds cuDNN's RNN, whose kernel under autocast also flattens the weights.
 TEST(AutocastEveryOp, HasSample) {
   EXPECT_EQ(without_sample(mezzo::autocast_op_list(torch::kCPU)), std::vector<std::string>());
   EXPECT_THAT(without_sample(mezzo::autocast_op_list(torch::kCUDA)),
@@ -176,9 +176,9 @@ TEST(AutocastEveryOp, CpuEqualsManualCast) {
   }
 }
 
-/// Returns CUDA's lists as edits, for either device: what CUDA does by a dtype argument (softmax,
-/// sum, norm) is a cast of the inputs here, and nothing is banned. LSTMs stay in 16 bits, as cuDNN
-/// runs them.
+/// Returns CUDA's lists as overrides for either device: a dtype argument (softmax, sum, norm)
+/// becomes a cast of the inputs, and nothing is banned. LSTMs stay in 16-bit dtypes, as cuDNN runs
+/// them.
 mezzo::OpOverrides like_cuda() {
   const auto cuda = mezzo::autocast_op_list(c10::DeviceType::CUDA);
   const auto cpu = mezzo::autocast_op_list(c10::DeviceType::CPU);
@@ -202,7 +202,7 @@ mezzo::OpOverrides like_cuda() {
   return overrides;
 }
 
-/// What a overrides makes of each op that it edits.
+/// The cast policy of each op in the overrides.
 mezzo::AutocastOpList list_of(const mezzo::OpOverrides& overrides) {
   return {torch::kCPU, overrides.entries()};
 }

@@ -71,8 +71,8 @@ TEST(OpOverrides, ThrowsUnlessInstalled) {
                 std::ignore = mezzo::autocast_wrap<kCPU>({.op_overrides = overrides}, [] {});
               }),
               names_op_and_call);
-  // What libtorch does with the op anyway has to be installed too: else it would work on one device
-  // and not on another.
+  // Overrides equal to libtorch's own policy must be installed too, or they would work on one
+  // device and not on another.
   EXPECT_THAT(message_of([] {
                 const AutocastGuard<kCPU> a({.op_overrides = OpOverrides().ignore("hardsigmoid")});
               }),
@@ -83,7 +83,7 @@ TEST(OpOverrides, ThrowsUnlessInstalled) {
   EXPECT_EQ(torch::hardswish(ones_of(kBFloat16)).scalar_type(), kFloat);
 }
 
-// oneDNN has an LSTM in half on some processors only, in Python too.
+// oneDNN supports a float16 LSTM on some processors only, in Python too.
 TEST(OpOverrides, DeniedLayerRunsLstmUnderFloat16) {
   torch::nn::LSTM lstm(torch::nn::LSTMOptions(8, 8));
   const auto overrides = install_op_overrides(OpOverrides().deny("aten::mkldnn_rnn_layer"));
@@ -133,10 +133,10 @@ TEST(OpOverrides, NestsAndEndsWithScope) {
     {
       const AutocastGuard<kCPU> inner(
           {.op_overrides = install_op_overrides(OpOverrides().allow("mm"))});
-      EXPECT_EQ(mm_dtype(), kBFloat16);             // the inner overrides's word
-      EXPECT_EQ(softmax_dtype(kBFloat16), kFloat);  // where it is silent, the outer's
+      EXPECT_EQ(mm_dtype(), kBFloat16);             // the inner overrides
+      EXPECT_EQ(softmax_dtype(kBFloat16), kFloat);  // only in the outer
       const AutocastGuard<kCPU> plain;
-      EXPECT_EQ(softmax_dtype(kBFloat16), kFloat);  // a plain region changes no overrides
+      EXPECT_EQ(softmax_dtype(kBFloat16), kFloat);  // without overrides of its own
     }
     EXPECT_EQ(mm_dtype(), kFloat);
   }
@@ -149,14 +149,14 @@ TEST(OpOverrides, PropagatesWithAutocastState) {
   const AutocastGuard<kCPU> autocast(
       {.op_overrides = install_op_overrides(OpOverrides().deny("mm"))});
   auto alone = kHalf;
-  auto handed = kHalf;
+  auto propagated = kHalf;
   std::thread([&] {
-    const AutocastGuard<kCPU> own;
+    const AutocastGuard<kCPU> plain_region;
     alone = mm_dtype();
   }).join();
-  std::thread(mezzo::propagate_autocast_state([&] { handed = mm_dtype(); })).join();
+  std::thread(mezzo::propagate_autocast_state([&] { propagated = mm_dtype(); })).join();
   EXPECT_EQ(alone, kBFloat16);
-  EXPECT_EQ(handed, kFloat);
+  EXPECT_EQ(propagated, kFloat);
 }
 
 TEST(OpOverrides, AppliesToGuardsAndCallablesOnDevice) {
@@ -183,7 +183,7 @@ TEST(OpOverrides, DenyRunsBannedOpInFloat32) {
   EXPECT_EQ(overrides.cast_policy("binary_cross_entropy", torch::kCUDA), CastPolicy::fp32);
 }
 
-/// As docs/migration.md says: libtorch's layers call addmm and matmul, and not linear.
+/// libtorch's layers call addmm and matmul, and not linear (docs/autocast-ops.md).
 TEST(OpOverrides, DenyingCalledOpsAffectsLinearLayers) {
   torch::nn::Linear model(4, 4);
   const torch::Tensor input = torch::rand({2, 4});
@@ -242,10 +242,10 @@ TEST(OpOverrides, ThrowsForCastOfViewOp) {
     if (!op.has_value() || op->schema().is_mutable() || !returns_alias(op->schema())) continue;
     const std::string name = c10::toString(op_name);
     ++views;
-    const auto says_why = HasSubstr("op: " + name + " may return a view of its argument");
-    EXPECT_THAT(message_of([&] { return OpOverrides().deny(name); }), says_why);
-    EXPECT_THAT(message_of([&] { return OpOverrides().allow(name); }), says_why);
-    EXPECT_THAT(message_of([&] { return OpOverrides().promote(name); }), says_why);
+    const auto has_reason = HasSubstr("op: " + name + " may return a view of its argument");
+    EXPECT_THAT(message_of([&] { return OpOverrides().deny(name); }), has_reason);
+    EXPECT_THAT(message_of([&] { return OpOverrides().allow(name); }), has_reason);
+    EXPECT_THAT(message_of([&] { return OpOverrides().promote(name); }), has_reason);
     EXPECT_NO_THROW(static_cast<void>(OpOverrides().ignore(name))) << "no cast: " << name;
   }
   EXPECT_GT(views, 90);
@@ -259,7 +259,7 @@ TEST(OpOverridesText, ThrowsForCastOfViewOp) {
   EXPECT_NO_THROW(static_cast<void>(OpOverrides().deny("clone").deny("view_copy")));
 }
 
-// dropout hands its argument back in evaluation, and its schema does not say so.
+// dropout returns its argument in evaluation, which its schema does not declare.
 TEST(OpOverrides, CopiesArgumentReturnedByCastOp) {
   const auto denying = install_op_overrides(OpOverrides().deny("dropout").deny("unsafe_chunk"));
   const auto allowing = install_op_overrides(OpOverrides().allow("dropout").allow("unsafe_chunk"));
@@ -280,7 +280,7 @@ TEST(OpOverrides, CopiesArgumentReturnedByCastOp) {
   }
 }
 
-// The cast copy of a weight lies in libtorch's cache, which a write through the result would reach.
+// The cast copy of a weight is in libtorch's cache; a write through the result would change it.
 TEST(OpOverrides, ResultDoesNotAliasCachedCast) {
   const auto overrides = install_op_overrides(OpOverrides().allow("dropout"));
   const auto weight = torch::ones({2, 2}, torch::requires_grad());
@@ -342,7 +342,7 @@ TEST(OpOverridesText, ReadsFileAndReportsMissingOne) {
   EXPECT_THAT(message_of([&] { return OpOverrides::from_file(path); }),
               HasSubstr("cannot be opened"));
   EXPECT_THAT(message_of([&] { return OpOverrides::from_file(testing::TempDir()); }),
-              HasSubstr("is it a folder, or the disk damaged?"));
+              HasSubstr("is it a directory, or the disk damaged?"));
 }
 
 torch::Tensor scaled_product(const torch::Tensor& a, const torch::Tensor& b) { return a * b * 2; }

@@ -15,7 +15,7 @@ const auto kNone = c10::IValue();
 
 Tensor normal(at::IntArrayRef sizes) { return torch::randn(sizes); }
 
-// In (0.1, 0.9): good for logarithms, probabilities and inverse functions.
+// In (0.1, 0.9): valid for logarithms, probabilities and inverse functions.
 Tensor unit(at::IntArrayRef sizes) { return torch::rand(sizes) * 0.8 + 0.1; }
 
 Tensor longs(const Ints& values) { return torch::tensor(values, torch::kLong); }

@@ -1,6 +1,5 @@
 /// \file
-/// A call of every op that autocast lists on the CPU or on CUDA, and the means to make it in other
-/// dtypes and on other devices.
+/// Sample arguments of every op that autocast lists on the CPU or CUDA, for any dtype and device.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -17,15 +16,15 @@ struct OpSample {
   std::vector<c10::IValue> arguments;
 };
 
-/// One sample an op, the same at every call.
+/// Returns one sample per op, the same at every call.
 const std::vector<OpSample>& op_samples();
 
 c10::OperatorHandle find_op(const std::string& name);
 
-/// The arguments with the schema's defaults appended.
+/// Returns the arguments with the schema's defaults appended.
 std::vector<c10::IValue> complete_arguments(const OpSample& sample);
 
-/// The arguments with each floating tensor replaced by what `map` makes of it.
+/// Returns the arguments with each floating-point tensor replaced by `map(tensor)`.
 template <class Map>
 std::vector<c10::IValue> map_tensors(const std::vector<c10::IValue>& arguments, Map map) {
   const auto mapped = [&map](const at::Tensor& tensor) {
@@ -48,7 +47,7 @@ std::vector<c10::IValue> map_tensors(const std::vector<c10::IValue>& arguments, 
   return results;
 }
 
-/// What a call gave: its results, or an exception.
+/// The results of a call, or its exception.
 struct Outcome {
   bool threw = false;
   std::string error;
@@ -59,7 +58,7 @@ Outcome call(const c10::OperatorHandle& op, std::vector<c10::IValue> arguments);
 
 enum class Values { bitwise_equal, within_rounding };
 
-/// Empty if the two agree in kind, dtype, shape and values; else what differs first.
+/// Returns the first difference in kind, dtype, shape or values; empty if there is none.
 std::string difference(const Outcome& expected, const Outcome& found, Values values);
 
 }  // namespace op_overrides_test

@@ -1,5 +1,4 @@
-// Built twice, with hidden visibility: two shared libraries that use policies without knowing of
-// each other. two_libraries.cpp loads them.
+// Built as two independent shared libraries with hidden visibility, which two_libraries.cpp loads.
 
 #include <mezzo/autocast/autocast_guard.h>
 #include <mezzo/autocast/op_overrides.h>
@@ -17,7 +16,7 @@ std::optional<mezzo::AutocastGuard<at::kCPU>> region;
 
 extern "C" {
 
-// Enters a region whose overrides denies or allows mm.
+// Enters a region whose overrides deny or allow mm.
 C10_EXPORT void enter(bool deny) {
   const auto overrides = deny ? mezzo::OpOverrides().deny("mm") : mezzo::OpOverrides().allow("mm");
   region.emplace(mezzo::AutocastOptions{.op_overrides = mezzo::install_op_overrides(overrides)});

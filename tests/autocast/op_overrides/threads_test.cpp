@@ -19,7 +19,7 @@ using torch::kCPU;
 
 constexpr std::size_t kThreads = 8;
 
-// What one of the four kinds of thread expects of mm on float32 and of softmax on bfloat16.
+// Overrides of a thread, and the dtypes of mm on float32 and of softmax on bfloat16 under them.
 struct Expectation {
   OpOverrides overrides;
   at::ScalarType mm;
@@ -50,14 +50,14 @@ int run(const Expectation& expected, int rounds) {
       const AutocastGuard<kCPU> inner({.op_overrides = OpOverrides(expected.overrides)});
       torch::mm(a, torch::ones({3, 3}));
       ++wrong;
-    } catch (const c10::Error&) {  // shapes that do not fit: the scope ends by exception
+    } catch (const c10::Error&) {  // mismatched shapes: the scope ends by exception
     }
     wrong += torch::mm(a, a).scalar_type() != expected.mm;
   }
   return wrong;
 }
 
-/// What `work` returns for each kind of thread, in two threads of each, together.
+/// Runs `work` for each kind of thread in two concurrent threads, and returns the sums.
 template <class Work>
 int in_threads(const Work& work) {
   const auto kinds = expectations();
@@ -74,7 +74,7 @@ TEST(OpOverridesThreads, EachThreadUsesItsOwnOverrides) {
   EXPECT_EQ(in_threads([](const Expectation& kind) { return run(kind, 400); }), 0);
 }
 
-// Policies, and questions about the lists, may come from any thread at any time.
+// Overrides and op lists may be constructed in any thread.
 TEST(OpOverridesThreads, ConstructOverridesConcurrently) {
   EXPECT_EQ(in_threads([](Expectation kind) {
               int wrong = 0;

@@ -1,8 +1,8 @@
 """Nodes of one run, simulated by network namespaces: each has an address and a link to a switch.
 
     with Nodes(2, megabits=100) as nodes:
-        ranks = nodes.start([program, "argument"], ranks_a_host=2)
-        nodes.unplug(1)
+        ranks = nodes.start([program, "argument"], ranks_per_node=2)
+        nodes.disconnect(1)
 
 Processes share the file system and the cores. Needs root and iproute2; `unavailable_reason` returns what is missing.
 """
@@ -12,8 +12,8 @@ import subprocess
 import threading
 
 
-def run(*words):
-    return subprocess.run(words, check=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True).stdout
+def run(*command):
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True).stdout
 
 
 def limit(megabits):
@@ -121,21 +121,21 @@ class Nodes:
     def address(host):
         return f"10.77.0.{host + 1}"
 
-    def start(self, command, ranks_a_host):
+    def start(self, command, ranks_per_node):
         """Starts the processes of a run, with the environment variables of torchrun."""
         ranks = []
         with socket.socket() as free:
             free.bind(("", 0))
             port = free.getsockname()[1]
-        for number in range(len(self._names) * ranks_a_host):
-            host = number // ranks_a_host
+        for number in range(len(self._names) * ranks_per_node):
+            host = number // ranks_per_node
             ranks.append(Rank(["ip", "netns", "exec", self._names[host], *command],
-                              {"RANK": str(number), "WORLD_SIZE": str(len(self._names) * ranks_a_host),
-                               "LOCAL_RANK": str(number % ranks_a_host), "MASTER_ADDR": self.address(0),
+                              {"RANK": str(number), "WORLD_SIZE": str(len(self._names) * ranks_per_node),
+                               "LOCAL_RANK": str(number % ranks_per_node), "MASTER_ADDR": self.address(0),
                                "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}))
         self._ranks += ranks
         return ranks
 
-    def unplug(self, host):
+    def disconnect(self, host):
         """Disconnects a node from the switch: the links of other nodes stay up, and their packets are lost."""
         run("ip", "-n", self._switch, "link", "set", f"port{host}", "down")

@@ -48,8 +48,8 @@ std::vector<OptLevel> levels() {
           scaled(OptLevel::O3()), scaled(OptLevel::O2_bf16())};
 }
 
-/// Two models and two optimizers. Loss 0 is of the first optimizer, loss 1 of both, loss 2 of the
-/// second. Factors are powers of two, so that every level adds up to the same.
+/// Two models and two optimizers. Loss 0 is for the first optimizer, loss 1 for both, loss 2 for
+/// the second. Factors are powers of two, so that every level computes the same sums.
 struct Trio {
   Trio(const OptLevel& level, const MakeOptimizer& make, int64_t num_losses)
       : first_optimizer(make(first->parameters())),
@@ -80,7 +80,7 @@ struct Trio {
   bool shares_scale;
 };
 
-// The idea of Apex's test_multiple_models_optimizers_losses.
+// As Apex's test_multiple_models_optimizers_losses.
 TEST(AmpBackward, OverflowSkipsAndLowersOwnScaleOnly) {
   for (const auto& make : makers()) {
     for (const OptLevel& level : levels()) {
@@ -91,8 +91,8 @@ TEST(AmpBackward, OverflowSkipsAndLowersOwnScaleOnly) {
           Trio trio(level, make, 3);
           Vector first;
           Vector second;
-          const auto of_first = make(first->parameters());
-          const auto of_second = make(second->parameters());
+          const auto optimizer_of_first = make(first->parameters());
+          const auto optimizer_of_second = make(second->parameters());
           for (int iteration = 0; iteration < 3; ++iteration) {
             std::vector<double> factor{0.25, 0.5, 0.125};
             const int bad = iteration == 1 ? bad_loss : -1;
@@ -102,8 +102,8 @@ TEST(AmpBackward, OverflowSkipsAndLowersOwnScaleOnly) {
             EXPECT_EQ(trio.step(), expected) << iteration;
             first->weight.mutable_grad() = filled(0.75);
             second->weight.mutable_grad() = filled(0.625);
-            if (expected[0]) of_first->step();
-            if (expected[1]) of_second->step();
+            if (expected[0]) optimizer_of_first->step();
+            if (expected[1]) optimizer_of_second->step();
             EXPECT_EQ(weight_of(trio.first), weight_of(first)) << iteration;
             EXPECT_EQ(weight_of(trio.second), weight_of(second)) << iteration;
           }
@@ -139,7 +139,7 @@ TEST(AmpBackward, PreservesGradientsThatUnderflowFloat16) {
     const auto optimizer = make(model->parameters());
     Amp amp = mezzo::initialize(model, *optimizer, OptLevel::O2({.loss_scale = 65536.0}),
                                 {.verbosity = 0});
-    const double tiny = std::ldexp(1.0, -30);  // of a loss in float32; 0 in half
+    const double tiny = std::ldexp(1.0, -30);  // of a float32 loss; 0 in float16
     amp.backward(amp.forward(model, filled(0.5)) * tiny, *optimizer);
     EXPECT_EQ(amp.master_params(*optimizer)[0].grad()[0].item<double>(), tiny / 2);
     amp.backward(amp.forward(model, filled(0.5)) * tiny, *optimizer);
@@ -147,41 +147,41 @@ TEST(AmpBackward, PreservesGradientsThatUnderflowFloat16) {
   }
 }
 
-// Apex's DCGAN: losses 0 and 1 train the critic, 2 the generator, each in its own half of a step.
+// Apex's DCGAN: losses 0 and 1 train the critic, 2 the generator, each in a part of the step.
 TEST(AmpBackward, GanOverflowSkipsOneOptimizer) {
   torch::manual_seed(0);
   torch::nn::Linear generator(2, 3);
   torch::nn::Linear critic(3, 1);
-  torch::optim::Adam for_generator(generator->parameters(), 0.01);
-  mezzo::optim::AdamW for_critic(critic->parameters(), 0.01);
-  Amp amp = mezzo::initialize({generator, critic}, {for_generator, for_critic},
+  torch::optim::Adam generator_optimizer(generator->parameters(), 0.01);
+  mezzo::optim::AdamW critic_optimizer(critic->parameters(), 0.01);
+  Amp amp = mezzo::initialize({generator, critic}, {generator_optimizer, critic_optimizer},
                               scaled(OptLevel::O2()), {.num_losses = 3, .verbosity = 0});
-  std::vector<std::pair<int64_t, float>> told;
+  std::vector<std::pair<int64_t, float>> skips;
   for (int64_t id = 0; id < 3; ++id) {
     amp.scaler(id).on_skip([&](const mezzo::SkippedStep& skipped) {
-      told.emplace_back(skipped.loss_id, skipped.next_scale);
+      skips.emplace_back(skipped.loss_id, skipped.next_scale);
     });
   }
   std::vector<bool> critic_ran;
   std::vector<bool> generator_ran;
   for (int iteration = 0; iteration < 4; ++iteration) {
-    for_critic.zero_grad();
+    critic_optimizer.zero_grad();
     const torch::Tensor fake = amp.forward(generator, torch::rand({4, 2}));
-    torch::Tensor of_real = -amp.forward(critic, torch::rand({4, 3})).mean();
-    if (iteration == 1) of_real = of_real * kInfinity;
-    amp.backward(of_real, for_critic, {.loss_id = 0});
-    amp.backward(amp.forward(critic, fake.detach()).mean(), for_critic, {.loss_id = 1});
-    critic_ran.push_back(amp.step(for_critic).applied());
+    torch::Tensor real_loss = -amp.forward(critic, torch::rand({4, 3})).mean();
+    if (iteration == 1) real_loss = real_loss * kInfinity;
+    amp.backward(real_loss, critic_optimizer, {.loss_id = 0});
+    amp.backward(amp.forward(critic, fake.detach()).mean(), critic_optimizer, {.loss_id = 1});
+    critic_ran.push_back(amp.step(critic_optimizer).applied());
 
-    for_generator.zero_grad();
-    torch::Tensor of_fake = -amp.forward(critic, fake).mean();
-    if (iteration == 2) of_fake = of_fake * kInfinity;
-    amp.backward(of_fake, for_generator, {.loss_id = 2});
-    generator_ran.push_back(amp.step(for_generator).applied());
+    generator_optimizer.zero_grad();
+    torch::Tensor fake_loss = -amp.forward(critic, fake).mean();
+    if (iteration == 2) fake_loss = fake_loss * kInfinity;
+    amp.backward(fake_loss, generator_optimizer, {.loss_id = 2});
+    generator_ran.push_back(amp.step(generator_optimizer).applied());
   }
   EXPECT_EQ(critic_ran, (std::vector<bool>{true, false, true, true}));
   EXPECT_EQ(generator_ran, (std::vector<bool>{true, true, false, true}));
-  EXPECT_EQ(told, (std::vector<std::pair<int64_t, float>>{{0, 64.0F}, {2, 64.0F}}));
+  EXPECT_EQ(skips, (std::vector<std::pair<int64_t, float>>{{0, 64.0F}, {2, 64.0F}}));
   EXPECT_EQ(amp.scaler(1).get_scale(), kScale);
 }
 
@@ -199,7 +199,7 @@ TEST(AmpStep, SkipsOnInfAfterBackward) {
   }
 }
 
-// torch.amp's recipe: the gradient that the penalty is about is unscaled out of place.
+// torch.amp's recipe: the gradients in the penalty are unscaled out of place.
 TEST(AmpBackward, SupportsGradientPenalty) {
   for (const OptLevel& level : {OptLevel::O0(), OptLevel::O1(), OptLevel::O2()}) {
     torch::manual_seed(0);
@@ -258,8 +258,8 @@ TEST(AmpStateDict, ResumesFromApexAndFullForm) {
   EXPECT_EQ(state.at("loss_scaler1").at("unskipped"), 1);
 
   Vector other;
-  torch::optim::SGD of_other(other->parameters(), 1.0);
-  Amp resumed = make(other.ptr(), of_other);
+  torch::optim::SGD other_optimizer(other->parameters(), 1.0);
+  Amp resumed = make(other.ptr(), other_optimizer);
   resumed.load_state_dict(state);
   EXPECT_EQ(resumed.state_dict(), state);
   resumed.load_state_dict({{"loss_scaler0", {{"loss_scale", 4.0}, {"unskipped", 7}}},
@@ -279,9 +279,10 @@ TEST(AmpStateDict, ResumesFromApexAndFullForm) {
 
 TEST(AmpStateDict, CheckpointValidatedBeforeLoading) {
   Vector model, other;
-  torch::optim::SGD optimizer(model->parameters(), 1.0), of_other(other->parameters(), 1.0);
+  torch::optim::SGD optimizer(model->parameters(), 1.0), other_optimizer(other->parameters(), 1.0);
   Amp one = mezzo::initialize(model, optimizer, OptLevel::O1(), {.verbosity = 0});
-  Amp two = mezzo::initialize(other, of_other, OptLevel::O1(), {.num_losses = 2, .verbosity = 0});
+  Amp two =
+      mezzo::initialize(other, other_optimizer, OptLevel::O1(), {.num_losses = 2, .verbosity = 0});
   const test_support::TempDir temp_dir;
   const auto file = temp_dir.path() / "state.pt";
   int64_t epoch = 1;

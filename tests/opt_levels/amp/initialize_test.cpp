@@ -198,7 +198,7 @@ TEST(AmpForward, AcceptsSubmodulesAndThrowsForOthers) {
       ThrowsMessage<c10::Error>(HasSubstr("was not passed to mezzo::initialize")));
 }
 
-/// As pytorch/examples writes a model: a module, and no holder around it.
+/// A module without a holder, as in pytorch/examples.
 struct PlainNet : torch::nn::Module {
   PlainNet() { register_module("layer", layer); }
   torch::Tensor forward(const torch::Tensor& batch) {
@@ -211,7 +211,7 @@ struct PlainNet : torch::nn::Module {
 
 TEST(AmpInitialize, AcceptsModuleVariable) {
   PlainNet model, other;
-  torch::optim::SGD optimizer(model.parameters(), 0.1), of_other(other.parameters(), 0.1);
+  torch::optim::SGD optimizer(model.parameters(), 0.1), other_optimizer(other.parameters(), 0.1);
   auto amp = mezzo::initialize(model, optimizer, OptLevel::O2_bf16(), kQuiet);
   const torch::Tensor before = model.layer->weight.detach().clone();
   EXPECT_EQ(before.scalar_type(), torch::kBFloat16);
@@ -224,8 +224,9 @@ TEST(AmpInitialize, AcceptsModuleVariable) {
   EXPECT_EQ(amp.forward(model.layer, torch::ones({1, 2})).scalar_type(), torch::kFloat);
 
   PlainNet third;
-  torch::optim::SGD of_third(third.parameters(), 0.1);
-  auto both = mezzo::initialize({other, third}, {of_other, of_third}, OptLevel::O1_bf16(), kQuiet);
+  torch::optim::SGD third_optimizer(third.parameters(), 0.1);
+  auto both = mezzo::initialize({other, third}, {other_optimizer, third_optimizer},
+                                OptLevel::O1_bf16(), kQuiet);
   EXPECT_EQ(both.forward(third, torch::ones({1, 2})).scalar_type(), torch::kBFloat16);
 }
 
@@ -233,7 +234,7 @@ static_assert(std::convertible_to<PlainNet&, mezzo::ModelRefs>);
 static_assert(!std::convertible_to<const PlainNet&, mezzo::ModelRefs>, "its forward is not const");
 static_assert(!std::convertible_to<PlainNet, mezzo::ModelRefs>, "it would be gone after the call");
 
-/// A batch norm of another class than torch's, as mezzo's SyncBatchNorm is.
+/// A batch norm that is not torch's, as mezzo's SyncBatchNorm.
 struct OwnNormImpl : torch::nn::NormImplBase<0, OwnNormImpl, torch::nn::BatchNormOptions> {
   OwnNormImpl() : NormImplBase(torch::nn::BatchNormOptions(4)) {}
   void _check_input_dim(const torch::Tensor& /*input*/) override {}
@@ -241,10 +242,10 @@ struct OwnNormImpl : torch::nn::NormImplBase<0, OwnNormImpl, torch::nn::BatchNor
 };
 
 TEST(AmpInitialize, KeepsBatchNormsInFloat32) {
-  const auto own = std::make_shared<OwnNormImpl>();
+  const auto custom_norm = std::make_shared<OwnNormImpl>();
   const torch::nn::BatchNorm2d wrapped(4);
   const auto without_statistics = torch::nn::BatchNormOptions(4).track_running_stats(false);
-  torch::nn::Sequential net(torch::nn::LayerNorm(std::vector<int64_t>{4}), own,
+  torch::nn::Sequential net(torch::nn::LayerNorm(std::vector<int64_t>{4}), custom_norm,
                             mezzo::AutocastModule(wrapped, {.device_type = torch::kCPU}),
                             torch::nn::BatchNorm1d(without_statistics),
                             torch::nn::BatchNorm2d(without_statistics),
@@ -255,7 +256,7 @@ TEST(AmpInitialize, KeepsBatchNormsInFloat32) {
     const bool is_norm = !item.key().starts_with("0.");
     EXPECT_EQ(item.value().scalar_type(), is_norm ? torch::kFloat : torch::kHalf) << item.key();
   }
-  EXPECT_EQ(own->running_var.scalar_type(), torch::kFloat);
+  EXPECT_EQ(custom_norm->running_var.scalar_type(), torch::kFloat);
   EXPECT_EQ(wrapped->running_mean.scalar_type(), torch::kFloat);
 }
 
@@ -296,7 +297,7 @@ TEST(AmpInitialize, AcceptsAdagradBeforeFirstStep) {
   }
 }
 
-/// One step of each after Amp and its masters are gone.
+/// Steps each optimizer after Amp and its masters are destroyed.
 TEST(AmpInitialize, OptimizerStepsAfterAmpIsDestroyed) {
   for (const auto& make : optimizers()) {
     Vector model;
@@ -337,7 +338,7 @@ TEST(AmpInitialize, AcceptsLevelAsText) {
               ThrowsMessage<c10::Error>(HasSubstr("Options are 'O0', 'O1', 'O2', 'O3'")));
 }
 
-/// Returns what `call` writes to the standard output, and behind it to the error stream.
+/// Returns what `call` writes to stdout, followed by stderr.
 std::string printed_by(const std::function<void()>& call) {
   testing::internal::CaptureStdout();
   testing::internal::CaptureStderr();
@@ -354,7 +355,7 @@ TEST(AmpInitialize, PrintsLevelUnlessVerbosityIsZero) {
 }
 
 TEST(AmpInitialize, VerbosityControlsSkipMessages) {
-  const test_support::WarningRecorder warnings;  // libtorch's come once a process
+  const test_support::WarningRecorder warnings;  // libtorch warns once per process
   for (const auto& make : optimizers()) {
     for (const char* const level : {"O0", "O1", "O2", "O3"}) {
       for (const int verbosity : {0, 1}) {
@@ -432,8 +433,8 @@ TEST(AmpInitialize, ThrowsWithoutChangingAnything) {
     torch::nn::Linear net{2, 2};
   };
   const auto tied = std::make_shared<Tied>();
-  torch::optim::SGD of_tied(tied->parameters(), 0.1);  // libtorch names a tied weight twice
-  expect_error([&] { mezzo::initialize(tied, of_tied, level, kQuiet); },
+  torch::optim::SGD tied_optimizer(tied->parameters(), 0.1);  // libtorch lists a tied weight twice
+  expect_error([&] { mezzo::initialize(tied, tied_optimizer, level, kQuiet); },
                "appears twice, as a weight that two modules share does in model->parameters(); "
                "pass it once");
   EXPECT_EQ(tied->net->weight.scalar_type(), torch::kFloat);

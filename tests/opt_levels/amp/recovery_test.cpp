@@ -1,5 +1,4 @@
-// What an Amp is after something threw, or was called in an unusual order: never with gradients
-// that lost their scale twice, or not at all.
+// Amp after an exception or calls in an unusual order: gradients are unscaled exactly once.
 #include <mezzo/opt_levels/amp.h>
 #include <mezzo/optim/sgd.h>
 
@@ -64,16 +63,19 @@ const std::vector<OptLevel> kLevels{OptLevel::O0(), OptLevel::O1(), OptLevel::O2
 /// Two models and two optimizers that share a loss scale.
 struct Pair {
   explicit Pair(const OptLevel& level = OptLevel::O1())
-      : amp(mezzo::initialize({first, second}, {of_first, of_second}, scaled(level), kQuiet)) {}
+      : amp(mezzo::initialize({first, second}, {first_optimizer, second_optimizer}, scaled(level),
+                              kQuiet)) {}
 
-  void pass_for_both(double of_one, double of_other, bool delays = false) {
-    amp.backward(amp.forward(first, filled(of_one)) + amp.forward(second, filled(of_other)),
-                 {of_first, of_second}, {.delay_unscale = delays});
+  void pass_for_both(double first_factor, double second_factor, bool delays = false) {
+    amp.backward(
+        amp.forward(first, filled(first_factor)) + amp.forward(second, filled(second_factor)),
+        {first_optimizer, second_optimizer}, {.delay_unscale = delays});
   }
   double clean_iterations() { return amp.state_dict().at("loss_scaler0").at("unskipped"); }
 
   Vector first, second;
-  torch::optim::SGD of_first{first->parameters(), 1.0}, of_second{second->parameters(), 1.0};
+  torch::optim::SGD first_optimizer{first->parameters(), 1.0},
+      second_optimizer{second->parameters(), 1.0};
   Amp amp;
 };
 
@@ -155,7 +157,7 @@ TEST(AmpRecovery, OptimizerZeroGradDiscardsBatch) {
   }
 }
 
-/// Of an optimizer whose gradients went between the last unscale and the step.
+/// An optimizer whose gradients were removed between the last unscale and the step.
 template <class Optimizer, class Options>
 void expect_to_step_without_gradients(const Options& options) {
   for (const double factor : {0.25, kNoLimit}) {
@@ -187,10 +189,10 @@ TEST(AmpRecovery, ThrowsForCallsDuringBackward) {
                      });
     };
   };
-  const auto refused = ThrowsMessage<c10::Error>(HasSubstr("called during amp.backward"));
-  EXPECT_THAT(within([&] { solo.pass(0.5); }), refused);
-  EXPECT_THAT(within([&] { amp.step(solo.sgd); }), refused);
-  EXPECT_THAT(within([&] { amp.zero_grad(solo.sgd); }), refused);
+  const auto throws_error = ThrowsMessage<c10::Error>(HasSubstr("called during amp.backward"));
+  EXPECT_THAT(within([&] { solo.pass(0.5); }), throws_error);
+  EXPECT_THAT(within([&] { amp.step(solo.sgd); }), throws_error);
+  EXPECT_THAT(within([&] { amp.zero_grad(solo.sgd); }), throws_error);
   solo.pass(0.5);
   EXPECT_TRUE(amp.step(solo.sgd).applied());
   EXPECT_EQ(weight_of(solo.model), 0.5F);
@@ -207,13 +209,13 @@ TEST(AmpRecovery, ContinuesAfterSkipCallbackThrew) {
   EXPECT_EQ(solo.amp.scaler().get_scale(), kScale / 2);
 }
 
-// What a step leaves of itself when it throws after the optimizer has stepped.
+// A step that throws after the optimizer has stepped.
 TEST(AmpRecovery, StepSucceedsAfterOptimizerThrewLate) {
   struct Hiding : torch::optim::SGD {
     using SGD::SGD;
     torch::Tensor step(LossClosure /*closure*/ = nullptr) override {
       torch::Tensor value = SGD::step();
-      if (hides) {  // behind what zero_ cannot write
+      if (hides) {  // a tensor that zero_ cannot write
         param_groups()[0].params()[0].mutable_grad() = at::detail::make_tensor<c10::TensorImpl>(
             c10::DispatchKeySet(c10::DispatchKey::XLA), caffe2::TypeMeta::Make<float>(),
             c10::Device(torch::kXLA));
@@ -261,16 +263,16 @@ TEST(AmpBackward, InfInOneOptimizerSkipsAllOfLoss) {
     for (const bool delays : {false, true}) {
       Pair pair(level);
       const auto steps = [&] {
-        return std::pair(pair.amp.step(pair.of_first).applied(),
-                         pair.amp.step(pair.of_second).applied());
+        return std::pair(pair.amp.step(pair.first_optimizer).applied(),
+                         pair.amp.step(pair.second_optimizer).applied());
       };
       if (delays) pair.pass_for_both(0.25, 0.25, /*delays=*/true);
       pair.pass_for_both(kInfinity, 0.25);
       EXPECT_EQ(steps(), std::pair(false, false)) << level.name() << delays;
       EXPECT_EQ(weight_of(pair.second), 1.0F);
       EXPECT_EQ(pair.amp.scaler().get_scale(), kScale / 2) << "lowered once";
-      pair.of_first.zero_grad();
-      pair.of_second.zero_grad();
+      pair.first_optimizer.zero_grad();
+      pair.second_optimizer.zero_grad();
       pair.pass_for_both(0.25, 0.25);
       EXPECT_EQ(steps(), std::pair(true, true)) << level.name() << delays;
       EXPECT_EQ(weight_of(pair.second), 0.75F);
@@ -281,17 +283,17 @@ TEST(AmpBackward, InfInOneOptimizerSkipsAllOfLoss) {
 TEST(AmpBackward, OptimizerStepsAfterScaleUpdate) {
   Pair pair;
   pair.pass_for_both(0.25, 0.25);
-  pair.amp.step(pair.of_first);
-  pair.of_first.zero_grad();
-  pair.amp.backward(pair.amp.forward(pair.first, filled(0.25)), pair.of_first);
-  pair.amp.step(pair.of_first);
+  pair.amp.step(pair.first_optimizer);
+  pair.first_optimizer.zero_grad();
+  pair.amp.backward(pair.amp.forward(pair.first, filled(0.25)), pair.first_optimizer);
+  pair.amp.step(pair.first_optimizer);
   EXPECT_THAT([&] { (void)pair.amp.state_dict(); },
               ThrowsMessage<c10::Error>(HasSubstr("has not stepped yet")));
-  EXPECT_TRUE(pair.amp.step(pair.of_second).applied());
+  EXPECT_TRUE(pair.amp.step(pair.second_optimizer).applied());
   EXPECT_EQ(pair.clean_iterations(), 2);
-  pair.of_second.zero_grad();
-  pair.amp.backward(pair.amp.forward(pair.second, filled(0.5)), pair.of_second);
-  EXPECT_TRUE(pair.amp.step(pair.of_second).applied());
+  pair.second_optimizer.zero_grad();
+  pair.amp.backward(pair.amp.forward(pair.second, filled(0.5)), pair.second_optimizer);
+  EXPECT_TRUE(pair.amp.step(pair.second_optimizer).applied());
   EXPECT_EQ(weight_of(pair.second), 0.25F);
   EXPECT_EQ(pair.clean_iterations(), 3);
 }
@@ -301,9 +303,13 @@ TEST(AmpBackward, ThrowsForParameterInTwoOptimizers) {
   torch::optim::SGD first(model->parameters(), 1.0);
   torch::optim::SGD second(model->parameters(), 1.0);
   Amp amp = mezzo::initialize(model, {first, second}, scaled(OptLevel::O1()), kQuiet);
-  const auto refuses = ThrowsMessage<c10::Error>(HasSubstr("pass it to one of them"));
-  EXPECT_THAT([&] { amp.backward(amp.forward(model, filled(0.25)), {first, second}); }, refuses);
-  EXPECT_THAT([&] { amp.backward(amp.forward(model, filled(0.25)), first); }, refuses);
+  const auto throws_error = ThrowsMessage<c10::Error>(HasSubstr("pass it to one of them"));
+  EXPECT_THAT(
+      [&] {
+        amp.backward(amp.forward(model, filled(0.25)), {first, second});
+      },
+      throws_error);
+  EXPECT_THAT([&] { amp.backward(amp.forward(model, filled(0.25)), first); }, throws_error);
 }
 
 }  // namespace

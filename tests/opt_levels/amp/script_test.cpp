@@ -38,7 +38,7 @@ TEST(AmpScriptModule, KeepsBatchNormsInFloat32) {
   }
 }
 
-/// The loss at the end of 30 steps, over that of the first.
+/// Returns the loss after 30 steps divided by the first.
 template <class Optimizer>
 double loss_left(const ScriptModule& script, Optimizer& optimizer, const OptLevel& level) {
   auto amp = mezzo::initialize(script, optimizer, level, kSilent);

@@ -19,7 +19,7 @@ inline mezzo::OptLevel scaled(const mezzo::OptLevel& level) {
       level.name(), {.loss_scale = mezzo::GradScalerOptions::dynamic({.init_scale = kScale})});
 }
 
-/// One weight vector of 4; its gradient is the factor of whatever loss it is used in.
+/// A weight vector of 4 whose gradient is the factor of the loss.
 struct VectorImpl : torch::nn::Module {
   VectorImpl() { weight = register_parameter("weight", torch::ones({4})); }
   torch::Tensor forward(const torch::Tensor& factor) { return (weight * factor).sum(); }

@@ -1,5 +1,5 @@
-"""muon.py FILE [COUNT [PROGRAM]]: records COUNT (12) random trainings with Python's torch.optim.Muon, and what became of their
-weights. With PROGRAM (mezzo_tests) it then compares bit for bit what mezzo's makes of them on this machine."""
+"""muon.py FILE [COUNT [PROGRAM]]: records COUNT (12) random trainings with Python's torch.optim.Muon, and the resulting
+weights. With PROGRAM (mezzo_tests) it then compares mezzo's results on this machine bitwise."""
 import os
 import pathlib
 import random

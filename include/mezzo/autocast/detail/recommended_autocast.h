@@ -1,6 +1,5 @@
 /// \file
-/// The options that `recommended_autocast` and `autocast_from_env` return, each with a sentence
-/// that explains it.
+/// Implementation of recommended_autocast and autocast_from_env, and hardware warnings of regions.
 #pragma once
 
 #include <mezzo/autocast/autocast_options.h>
@@ -78,8 +77,8 @@ inline std::optional<ComputeCapability> get_compute_capability(c10::Device devic
     device = c10::impl::VirtualGuardImpl(c10::DeviceType::CUDA).getDevice();
   }
   const auto capability = query_compute_capability(device.index());
-  TORCH_CHECK(capability, "the CUDA driver library libcuda.so.1 does not describe ", device,
-              "; name the dtype instead of asking for a recommendation");
+  TORCH_CHECK(capability, "the CUDA driver library libcuda.so.1 has no compute capability of ",
+              device, "; set the dtype yourself");
   return capability;
 }
 

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <mezzo/base/detail/exception_message.h>
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/model_refs.h>
 #include <mezzo/base/tensors_by_name.h>
@@ -21,7 +22,6 @@
 #include <cmath>
 #include <concepts>
 #include <cstdint>
-#include <exception>
 #include <functional>
 #include <limits>
 #include <locale>
@@ -44,19 +44,6 @@ class OutputArchive;
 // object_entries.h and optimizer_entry.h, and compiled with checkpoint_inl.h.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
-
-/// Returns the message of the current exception.
-inline std::string current_exception_message() {
-  try {
-    throw;
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
-  } catch (const std::exception& error) {
-    return error.what();
-  } catch (...) {
-    return "unknown exception";
-  }
-}
 
 /// Returns Python's name for the type of `value`, for error messages.
 inline std::string describe_type(const c10::IValue& value) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <mezzo/base/detail/autocast_mode.h>
+#include <mezzo/base/detail/exception_message.h>
 #include <mezzo/base/detail/tensor_groups.h>
 #include <mezzo/base/version.h>
 
@@ -24,7 +25,6 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <exception>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -131,21 +131,6 @@ inline std::vector<std::string> all_gather_strings(const BackendPtr& backend,
                        static_cast<std::size_t>(lengths[rank].item<int64_t>()));
   }
   return texts;
-}
-
-/// Calls `f`, and returns the message of the exception that it threw, or an empty string.
-template <class F>
-std::string get_error_message(const F& f) {
-  try {
-    f();
-    return {};
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
-  } catch (const std::exception& error) {
-    return error.what();
-  } catch (...) {
-    return "unknown exception";
-  }
 }
 
 /// Throws on all ranks if `failure` is not empty on one of them, with the message of the first.
