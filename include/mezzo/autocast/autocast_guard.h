@@ -81,8 +81,8 @@ class AutocastGuard {
 
   /// Enters a region of `options`.
   /// \throws c10::Error, and changes nothing, if the options have no device or contradict the type,
-  ///   if autocast on the device cannot lower to the dtype, also when disabled, for an output_dtype,
-  ///   and for overrides of an op that install_op_overrides was not called for
+  ///   if autocast on the device cannot lower to the dtype, also when disabled, and for an
+  ///   output_dtype or overrides of an op that is not installed
   [[nodiscard]] explicit AutocastGuard(const AutocastOptions& options) {
     const AutocastOptions validated =
         detail::validated_options(detail::with_static_device(options, Device, Dtype));

@@ -41,8 +41,8 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 ///
 /// A region accepts only overrides of installed ops: see install_op_overrides. Thread-safe.
 ///
-/// \throws c10::Error from every method that names an op, if it is not registered, if it writes into
-///   its arguments, and for a cast of an op that returns a view
+/// \throws c10::Error from every method that names an op, if it is not registered, if it writes
+///   into its arguments, and for a cast of an op that returns a view
 class OpOverrides {
  public:
   /// Makes overrides without entries.
