@@ -57,7 +57,7 @@ using Op = std::function<Tensor(const Tensor&)>;
 
 /// Linear, LayerNorm, an optional op with a fault, Linear.
 struct TestModelImpl : nn::Module {
-  explicit TestModelImpl(Op fault = {}) : fault(std::move(fault)) {
+  explicit TestModelImpl(Op faulty_op = {}) : fault(std::move(faulty_op)) {
     torch::manual_seed(0);
     register_module("body", body);
     register_module("norm", norm);

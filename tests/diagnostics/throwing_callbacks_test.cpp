@@ -154,7 +154,7 @@ TEST_P(ThrowingCallbacks, PropagateAndPreserveLaterSteps) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Callbacks, ThrowingCallbacks, testing::ValuesIn(kCallbackCases),
-                         [](const auto& info) { return info.param.name; });
+                         [](const auto& test) { return test.param.name; });
 
 // FiniteGradAccumulator::add runs the user's backward pass.
 TEST(ThrowingCallbacks, PreserveAccumulatedGradsOfMicroBatches) {

@@ -25,7 +25,7 @@ using mezzo::LossScaleOptimizer;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
 
-torch::Tensor parameter() { return torch::ones({3}, torch::requires_grad()); }
+torch::Tensor make_weight() { return torch::ones({3}, torch::requires_grad()); }
 
 /// Factories of an inner optimizer of libtorch and one of mezzo, for one weight.
 std::vector<std::function<std::unique_ptr<torch::optim::Optimizer>(const torch::Tensor&)>>
@@ -47,7 +47,7 @@ bool step_with(LossScaleOptimizer& optimizer, const torch::Tensor& weight, doubl
 }
 
 TEST(LossScaleOptimizer, DefaultsMatchKeras) {
-  const torch::Tensor weight = parameter();
+  const torch::Tensor weight = make_weight();
   torch::optim::SGD sgd({weight}, 1.0);
   LossScaleOptimizer optimizer(sgd);
   EXPECT_EQ(optimizer.loss_scale(), 32768);
@@ -59,7 +59,7 @@ TEST(LossScaleOptimizer, DefaultsMatchKeras) {
 }
 
 TEST(LossScaleOptimizer, ReportsOptionsAfterLoad) {
-  const torch::Tensor weight = parameter();
+  const torch::Tensor weight = make_weight();
   torch::optim::SGD sgd({weight}, 1.0), of_other({weight}, 1.0);
   LossScaleOptimizer optimizer(sgd, {.init_scale = 64});
   optimizer.scaler().set_growth_interval(7);
@@ -76,7 +76,7 @@ TEST(LossScaleOptimizer, ReportsOptionsAfterLoad) {
 }
 
 TEST(LossScaleOptimizer, FailedLoadKeepsInnerOptimizer) {
-  const torch::Tensor weight = parameter();
+  const torch::Tensor weight = make_weight();
   torch::optim::SGD sgd({weight}, 1.0), of_other({weight}, 0.5);
   torch::serialize::OutputArchive inner, scaler, whole;
   sgd.save(inner);
@@ -98,7 +98,7 @@ static_assert(!std::is_constructible_v<LossScaleOptimizer, mezzo::OptimizerRef, 
 
 TEST(LossScaleOptimizer, StepUnscalesUpdatesScaleAndCounts) {
   for (const auto& make : make_inner_optimizers()) {
-    const torch::Tensor weight = parameter();
+    const torch::Tensor weight = make_weight();
     const auto inner = make(weight);
     LossScaleOptimizer optimizer(*inner, {.init_scale = 64, .growth_interval = 2});
     optimizer.scaler().on_skip(nullptr);
@@ -147,7 +147,7 @@ TEST(LossScaleOptimizer, FixedScaleTrainsFp16WithMasters) {
 
 TEST(LossScaleOptimizer, ResumesFromArchive) {
   for (const auto& make : make_inner_optimizers()) {
-    const torch::Tensor weight = parameter();
+    const torch::Tensor weight = make_weight();
     const auto inner = make(weight);
     LossScaleOptimizer optimizer(*inner);
     optimizer.scaler().on_skip(nullptr);
@@ -172,7 +172,7 @@ TEST(LossScaleOptimizer, ResumesFromArchive) {
 
 /// An archive of torch::optim::SGD has no step count.
 TEST(LossScaleOptimizer, LoadSetsIterationsOfInnerOptimizer) {
-  const torch::Tensor weight = parameter(), other = parameter();
+  const torch::Tensor weight = make_weight(), other = make_weight();
   torch::optim::SGD sgd({weight}, torch::optim::SGDOptions(1).momentum(0.5));
   mezzo::optim::SGD of_mezzo({other}, mezzo::optim::SGDOptions(1).momentum(0.5));
   LossScaleOptimizer optimizer(sgd);
@@ -185,7 +185,7 @@ TEST(LossScaleOptimizer, LoadSetsIterationsOfInnerOptimizer) {
 
 TEST(LossScaleOptimizer, DisabledStepsWithoutScaleAndResumes) {
   for (const auto& make : make_inner_optimizers()) {
-    const torch::Tensor weight = parameter();
+    const torch::Tensor weight = make_weight();
     const auto inner = make(weight);
     LossScaleOptimizer optimizer(*inner, {.enabled = false});
     EXPECT_TRUE(step_with(optimizer, weight, 0.25));
@@ -203,7 +203,7 @@ TEST(LossScaleOptimizer, DisabledStepsWithoutScaleAndResumes) {
 TEST(LossScaleOptimizer, UnscalesNextBatchAfterStepThrew) {
   for (const double max_norm : {double{kInfinity}, 100.0}) {
     for (const bool again : {false, true}) {
-      const torch::Tensor weight = parameter();
+      const torch::Tensor weight = make_weight();
       test_support::ThrowingSgd sgd({weight}, 1.0);
       LossScaleOptimizer optimizer(sgd);
       optimizer.scale_loss((weight * 0.25).sum()).backward();
@@ -222,7 +222,7 @@ TEST(LossScaleOptimizer, UnscalesNextBatchAfterStepThrew) {
 }
 
 TEST(LossScaleOptimizer, ThrowsWithoutScaledLossOrForInvalidOptions) {
-  const torch::Tensor weight = parameter();
+  const torch::Tensor weight = make_weight();
   torch::optim::SGD sgd({weight}, 1.0);
   LossScaleOptimizer optimizer(sgd);
   EXPECT_THAT([&] { optimizer.step(); }, ThrowsMessage<c10::Error>(HasSubstr("_scale is None")));

@@ -85,7 +85,7 @@ TEST(MicroBatches, HoldsBatchesOfOneWindow) {
                 });
   for (auto& batch : mezzo::micro_batches(loader, 2)) {
     const auto held =
-        std::count_if(read.begin(), read.end(), [](auto& batch) { return !batch.expired(); });
+        std::count_if(read.begin(), read.end(), [](auto& memory) { return !memory.expired(); });
     EXPECT_EQ(held, 2) << *batch.memory;
   }
 }

@@ -156,8 +156,8 @@ struct ReferenceWeight {
   void accumulate(const Vector& incoming) {
     if (!gradient) gradient = ReferenceGradient{Vector(incoming.size(), 0.0), new_grad_dtype};
     for (std::size_t i = 0; i < incoming.size(); ++i) {
-      double& value = gradient->values[i];
-      value = rounded(value + rounded(incoming[i], dtype) * hook, gradient->dtype);
+      double& element = gradient->values[i];
+      element = rounded(element + rounded(incoming[i], dtype) * hook, gradient->dtype);
     }
   }
   void multiply_gradient(double factor) {
