@@ -18,7 +18,7 @@ MEZZO_INLINE std::size_t AutocastOpList::count(CastPolicy policy) const {
 
 MEZZO_INLINE CastPolicy AutocastOpList::cast_policy(std::string_view name) const {
   const auto entry = std::ranges::lower_bound(
-      entries_, name, {}, [](const OpEntry& entry) { return std::string_view(entry.name); });
+      entries_, name, {}, [](const OpEntry& op) { return std::string_view(op.name); });
   return entry != entries_.end() && entry->name == name ? entry->cast_policy
                                                         : CastPolicy::fallthrough;
 }
