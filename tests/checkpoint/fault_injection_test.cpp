@@ -1,6 +1,7 @@
 // Corruption, system call failures and kills: an intact checkpoint remains, and errors are
 // detected.
 
+#include <mezzo/base/detail/crc32c.h>
 #include <mezzo/checkpoint/checkpoint.h>
 
 #include <torch/torch.h>
