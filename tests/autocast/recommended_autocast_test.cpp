@@ -50,7 +50,7 @@ TEST(RecommendedAutocast, DisabledForEmulatingCpu) {
   const AutocastOptions emulated = recommend_cpu({.known = true});
   EXPECT_FALSE(emulated.enabled);
   EXPECT_TRUE(mezzo::is_autocast_dtype_supported(torch::kCPU, *emulated.dtype))
-      << "a guard must take it";
+      << "a guard must accept it";
   EXPECT_EQ(emulated.reason,
             "float32 (autocast off): this CPU has no bfloat16 instructions, and emulated bfloat16 "
             "is slower than float32");
