@@ -73,7 +73,7 @@ class GradScaler {
  public:
   /// The keys and values of torch.amp.GradScaler's state_dict, and of mezzo's options.
   using StateDict = std::map<std::string, double>;
-  /// Called after each skipped step.
+  /// The type of `on_skip`'s callback.
   using SkipCallback = detail::SkipReporter::Callback;
 
   /// \throws c10::Error if an option is out of range, even if `enabled` is false
