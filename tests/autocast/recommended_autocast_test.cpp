@@ -74,7 +74,7 @@ TEST(RecommendedAutocast, FollowsComputeCapabilityOnCuda) {
   EXPECT_TRUE(turing.enabled);
   EXPECT_EQ(turing.dtype, torch::kHalf);
   EXPECT_EQ(turing.reason,
-            "float16: a GPU of compute capability 7.5 multiplies it natively, and bfloat16 not; "
+            "float16: a GPU of compute capability 7.5 multiplies it natively, but not bfloat16; "
             "scale the loss");
   EXPECT_EQ(recommend_cuda(ComputeCapability{7, 0}).dtype, torch::kHalf);
 
