@@ -52,7 +52,7 @@ TEST(MultiheadAttention, KeyPaddingMaskThrowsIn16Bits) {
   const mezzo::AutocastGuard<torch::kCPU, torch::kBFloat16> autocast;
   EXPECT_THAT(message_of([&] { with_padding(model, input()); }),
               HasSubstr("\"attn_output_weights.masked_fill\" not implemented for 'BFloat16'"))
-      << "if libtorch does it now, docs/errors.md and docs/pitfalls.md need not speak of it";
+      << "libtorch supports it now: remove it from docs/errors.md and docs/pitfalls.md";
 }
 
 TEST(MultiheadAttention, AdditiveMaskTrainsUnderAutocast) {

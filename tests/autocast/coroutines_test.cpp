@@ -65,7 +65,7 @@ struct CpuState {
 /// Runs in a separate thread, whose autocast state ends with it.
 void in_a_thread(const std::function<void()>& work) { std::thread(work).join(); }
 
-/// A guard of the functions of ATen/autocast_mode.h.
+/// A guard written with the functions of ATen/autocast_mode.h.
 template <torch::ScalarType Dtype>
 class LibtorchsCalls {
  public:
@@ -118,7 +118,7 @@ std::pair<CpuState, CpuState> after_an_end_in_another_thread() {
   return after;
 }
 
-// Wrong with either guard, and with torch.autocast around an await.
+// Both guards restore the wrong state, as torch.autocast around an await does.
 TEST(AutocastCoroutines, GuardAcrossSuspensionMatchesLibtorch) {
   using Half = mezzo::AutocastGuard<torch::kCPU, torch::kHalf>;
   using LibtorchsHalf = LibtorchsCalls<torch::kHalf>;

@@ -35,7 +35,7 @@ std::vector<std::string> first_warnings(const std::function<void()>& work) {
 const AutocastOptions kOnCuda{.device_type = torch::kCUDA};
 
 TEST(AutocastHardwareWarnings, CudaUnavailableMatchesPythonText) {
-  if (torch::cuda::is_available()) GTEST_SKIP() << "there is CUDA";
+  if (torch::cuda::is_available()) GTEST_SKIP() << "CUDA is available";
   const std::vector<std::pair<const char*, std::function<void()>>> forms{
       {"Autocast", [] { const AutocastGuard<torch::kCUDA> region; }},
       {"AutocastModule", [] { mezzo::AutocastModule net(torch::nn::Linear(1, 1), kOnCuda); }},

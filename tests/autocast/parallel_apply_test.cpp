@@ -18,7 +18,7 @@
 #include <vector>
 
 #ifndef _OPENMP
-#error "this test needs OpenMP, or there is but one thread and nothing to see"
+#error "this test needs OpenMP, since there is only one thread without it"
 #endif
 
 namespace {

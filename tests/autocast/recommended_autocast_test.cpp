@@ -50,7 +50,7 @@ TEST(RecommendedAutocast, DisabledForEmulatingCpu) {
   const AutocastOptions emulated = recommend_cpu({.known = true});
   EXPECT_FALSE(emulated.enabled);
   EXPECT_TRUE(mezzo::is_autocast_dtype_supported(torch::kCPU, *emulated.dtype))
-      << "a guard must take it";
+      << "a guard must accept it";
   EXPECT_EQ(emulated.reason,
             "float32 (autocast off): this CPU has no bfloat16 instructions, and emulated bfloat16 "
             "is slower than float32");
@@ -74,7 +74,7 @@ TEST(RecommendedAutocast, FollowsComputeCapabilityOnCuda) {
   EXPECT_TRUE(turing.enabled);
   EXPECT_EQ(turing.dtype, torch::kHalf);
   EXPECT_EQ(turing.reason,
-            "float16: a GPU of compute capability 7.5 multiplies it natively, and bfloat16 not; "
+            "float16: a GPU of compute capability 7.5 multiplies it natively, but not bfloat16; "
             "scale the loss");
   EXPECT_EQ(recommend_cuda(ComputeCapability{7, 0}).dtype, torch::kHalf);
 

@@ -20,7 +20,7 @@
 #include <bit>
 #include <cstdint>
 
-#if !defined(__FAST_MATH__) && !defined(__clang__)  // Clang says so of nothing less than all of it
+#if !defined(__FAST_MATH__) && !defined(__clang__)  // Clang defines it only for all its flags
 #error "fast_math_test.cpp must be compiled with -ffast-math"
 #endif
 

@@ -58,7 +58,7 @@ Ended in_a_child(const Work& work) {
     auto ended = Ended::badly;
     try {
       if (work()) ended = Ended::well;
-    } catch (const std::exception& error) {  // or the child would run the tests that come next
+    } catch (const std::exception& error) {  // otherwise the child would run the next tests
       const bool is_libtorchs = std::strstr(error.what(), "fork-based multiprocessing") != nullptr;
       if (is_libtorchs) ended = Ended::refused;
     }

@@ -274,7 +274,7 @@ TEST_F(FiniteGradAccumulator, GradientOfOtherShapeThrows) {
 
 TEST_F(FiniteGradAccumulator, CopyWithoutMemoryKeepsGradients) {
   EXPECT_TRUE(add(1, 2));
-  const Tensor base = torch::zeros({1});  // its memory is shared: it is copied
+  const Tensor base = torch::zeros({1});  // shares its storage, so it is copied
   const Tensor huge = torch::zeros({1}).expand({int64_t{1} << 61}).detach().requires_grad_();
   huge.mutable_grad() = base.expand({int64_t{1} << 61});
   EXPECT_THROW(mezzo::FiniteGradAccumulator({a_, b_, huge}).add([] {}), std::exception);
@@ -282,7 +282,7 @@ TEST_F(FiniteGradAccumulator, CopyWithoutMemoryKeepsGradients) {
   expect_all(b_.grad(), 2);
 }
 
-TEST_F(FiniteGradAccumulator, ParameterGivenTwiceIsAddedOnce) {
+TEST_F(FiniteGradAccumulator, DuplicateParameterIsAddedOnce) {
   mezzo::FiniteGradAccumulator tied({a_, a_});
   for (const float value : {1.0F, kNan, 2.0F}) {
     tied.add([&] { (a_ * value).sum().backward(); });
@@ -306,7 +306,7 @@ TEST_F(FiniteGradAccumulator, BadSparseMicroBatchIsDropped) {
   EXPECT_EQ(embedding->weight.grad().to_dense().sum().item<double>(), 12);
 }
 
-TEST_F(FiniteGradAccumulator, BadArgumentThrows) {
+TEST_F(FiniteGradAccumulator, InvalidArgumentThrows) {
   EXPECT_THAT(test_support::message_of([&] { accumulator_.add(nullptr); }),
               HasSubstr("backward is an empty function"));
   EXPECT_THAT(test_support::message_of([&] {

@@ -67,7 +67,7 @@ TYPED_TEST(GradScalerScaledGradients, UpdateBetweenTwoStepsWarnsOnce) {
                                 HasSubstr("scaler.update() once at its end"))));
 }
 
-TYPED_TEST(GradScalerScaledGradients, ForgottenScaleWarnsOnce) {
+TYPED_TEST(GradScalerScaledGradients, StepWithoutScaleWarnsOnce) {
   auto optimizer = this->sgd({this->x});
   for (int i = 0; i < 4; ++i) {
     optimizer.zero_grad();
@@ -349,7 +349,7 @@ enum class Loop {
 std::vector<std::string> warnings_of(Loop loop) {
   const c10::WarningUtils::WarnAlways warn_each_time;
   WarningRecorder warnings;
-  const bool is_eighth = loop == Loop::eighth;  // of 128 it is 16
+  const bool is_eighth = loop == Loop::eighth;  // 0.125 * 128 is the round number 16
   const bool is_clipped = is_eighth || loop == Loop::clipped;
   const bool is_early = loop == Loop::clipped_before_unscale;
   GradScaler scaler({.init_scale = is_eighth ? 128.0 : 65536.0});

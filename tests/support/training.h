@@ -22,7 +22,7 @@ struct TrainingOptions {
   mezzo::optim::WeightStorageOptions weights{};
   double max_norm = 5.0;
   bool unscales = false;           ///< calls unscale_ before the step
-  bool has_skip_callback = false;  ///< of skipped steps, to a callback
+  bool has_skip_callback = false;  ///< sets on_skip
 };
 
 /// Parameters whose gradients are the scaled `input`, with AdamW and GradScaler, on any device.

@@ -25,7 +25,6 @@ struct ActivationCheckpointOptions {
 };
 
 /// Returns `function(args...)`, and calls it again in backward instead of storing its activations.
-/// docs/guide.md explains more.
 ///
 ///     x = mezzo::activation_checkpoint(block, x);  // a module or any callable
 ///     auto [hidden, weights] =

@@ -75,7 +75,7 @@ class AutocastGuard {
   /// Enters a region of the device and dtype in the type.
   [[nodiscard]] explicit AutocastGuard() requires(!detail::RuntimeDevice<Device>)
       : AutocastGuard(AutocastOptions{}) {}
-  /// Needs a device: `AutocastGuard<torch::kCUDA>`, or an argument.
+  /// Deleted: write `AutocastGuard<torch::kCUDA>`, or pass a device.
   AutocastGuard() requires detail::RuntimeDevice<Device>
   = delete;
 
@@ -105,7 +105,7 @@ class AutocastGuard {
                                       .enabled = enabled,
                                       .cache_enabled = cache_enabled}) {}
 
-  /// Takes no text: write `torch::kCUDA`, or `torch::Device(text)`.
+  /// Deleted for text: write `torch::kCUDA`, or `torch::Device(text)`.
   AutocastGuard(const detail::DeviceText auto&, auto...) = delete;  // AutocastGuard(torch::kCUDA)
 
   /// Returns whether the region is enabled and has not ended.
@@ -139,7 +139,7 @@ decltype(auto) autocast(const AutocastOptions& options, F&& function) {
   }
 }
 
-/// A region needs a guard, and a call its options in braces.
+/// Deleted: construct an AutocastGuard, or pass options in braces.
 void autocast(detail::DeviceOrType auto, std::invocable auto&&) = delete;  // {.device_type = ...}
 void autocast(detail::DeviceOrType auto, auto&&...) = delete;  // AutocastGuard guard(device, dtype)
 void autocast(const detail::DeviceText auto&, auto&&...) = delete;  // AutocastGuard(torch::kCUDA)
@@ -160,7 +160,7 @@ template <class F>
                                                        std::forward<F>(function));
 }
 
-/// Returns a callable as above, with device and dtype checked at compile time:
+/// Like autocast_wrap(options, function), with device and dtype checked at compile time:
 /// `mezzo::autocast_wrap<torch::kCPU>({}, [&](auto x) { return net->forward(x); })`.
 template <c10::DeviceType Device, at::ScalarType Dtype = default_autocast_dtype(Device), class F>
 [[nodiscard]] auto autocast_wrap(const AutocastOptions& options, F&& function) {
@@ -168,7 +168,7 @@ template <c10::DeviceType Device, at::ScalarType Dtype = default_autocast_dtype(
   return autocast_wrap(detail::with_static_device(options, Device, Dtype),
                        std::forward<F>(function));
 }
-/// Returns a callable as above with default options.
+/// Calls autocast_wrap with default options.
 template <c10::DeviceType Device, at::ScalarType Dtype = default_autocast_dtype(Device), class F>
 [[nodiscard]] auto autocast_wrap(F&& function) {
   return autocast_wrap<Device, Dtype>(AutocastOptions{}, std::forward<F>(function));

@@ -47,10 +47,9 @@ template <class Derived, class Result, class Class, class... Args>
 ForwardWithSignature<Derived, Result, Args...> forward_with_signature(Result (Class::*)(Args...)
                                                                           const);
 
-/// Gives `Derived` a `forward` that goes through `Derived::call`: of the parameters and result of
-/// the wrapped module's forward, which a container such as torch::nn::Sequential reads off
-/// `&Derived::forward`; or, where the module's forward is a template or overloaded, one that takes
-/// what the module's takes.
+/// Adds a `forward` that calls `Derived::call`. Its signature is that of `Impl::forward`, which
+/// torch::nn::Sequential deduces from `&Derived::forward`; it is a template if `Impl::forward` is
+/// one or is overloaded.
 template <class Derived, class Impl>
 struct ForwardWithSignatureOf {
   template <class... Args>
@@ -103,7 +102,7 @@ class AutocastModuleImpl : public torch::nn::Module,
   /// Sets training or evaluation mode.
   void train(bool on = true) override {
     torch::nn::Module::train(on);
-    module_->train(on);  // last: a module that keeps some children in eval mode has the final word
+    module_->train(on);  // last: it may keep some children in eval mode
   }
   /// Moves and casts the wrapped module.
   void to(torch::Device device, torch::Dtype dtype, bool non_blocking = false) override {
@@ -190,7 +189,7 @@ class AutocastModule : public torch::nn::ModuleHolder<AutocastModuleImpl<detail:
   AutocastModule(std::shared_ptr<AutocastModuleImpl<Impl>> module) : Holder(std::move(module)) {}
   /// Makes an empty holder, as `torch::nn::Linear(nullptr)` does.
   AutocastModule(std::nullptr_t) : Holder(nullptr) {}
-  /// Options are in braces.
+  /// Deleted: pass options in braces.
   AutocastModule(const auto&, detail::DeviceOrType auto) = delete;  // {.device_type = torch::kCUDA}
 
   /// Returns the result of M's forward under the options. Keeps default arguments.

@@ -35,14 +35,14 @@ constexpr at::ScalarType default_autocast_dtype(c10::DeviceType device) {
 }
 
 /// Returns whether libtorch's autocast on `device` can lower to `dtype`: float16 and bfloat16, on
-/// the CPU, CUDA and MPS. `recommended_autocast` says what is fast.
+/// the CPU, CUDA and MPS. `recommended_autocast` returns what is fast.
 constexpr bool is_autocast_dtype_supported(c10::DeviceType device, at::ScalarType dtype) {
   const bool is_low_precision = dtype == at::ScalarType::Half || dtype == at::ScalarType::BFloat16;
   return is_low_precision && default_autocast_dtype(device) != at::ScalarType::Undefined;
 }
 
-/// Handle of OpOverrides (op_overrides.h), to which they convert. Null: the enclosing region's
-/// overrides apply. Guards need no op_overrides.h this way, which takes four seconds to compile.
+/// OpOverrides convert to this, so that guards do not include op_overrides.h, which takes four
+/// seconds to compile. Null: the enclosing region's overrides apply.
 using OpOverridesHandle = std::shared_ptr<const detail::OpOverrideMap>;
 
 /// Options of an autocast region: of guards, wrapped callables and modules.
@@ -50,7 +50,7 @@ using OpOverridesHandle = std::shared_ptr<const detail::OpOverrideMap>;
 ///     mezzo::AutocastGuard autocast({.device_type = torch::kCUDA, .dtype = torch::kBFloat16});
 ///     mezzo::AutocastGuard<torch::kCPU> autocast({.cache_enabled = false});
 ///
-/// The consumer validates them.
+/// Guards, wrappers and modules validate them.
 struct AutocastOptions {
   /// CPU, CUDA or MPS. Required, except by `AutocastGuard<torch::kCUDA>`, whose type has it.
   std::optional<c10::DeviceType> device_type = std::nullopt;
@@ -74,7 +74,7 @@ struct AutocastOptions {
   /// throw. Unset: results are returned unchanged. Guards, which return nothing, throw for it.
   std::optional<at::ScalarType> output_dtype = std::nullopt;
 
-  /// Whether libtorch's cache casts a weight once for several uses. Unset: as in the enclosing
+  /// Whether libtorch caches the cast of a weight for its next uses. Unset: as in the enclosing
   /// region, or `at::autocast::is_autocast_cache_enabled`.
   ///
   /// A process has one cache, keyed by the weight alone and cleared when the outermost region of a

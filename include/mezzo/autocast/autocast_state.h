@@ -34,7 +34,7 @@ class AutocastState {
   /// Returns the calling thread's state.
   [[nodiscard]] static AutocastState current() noexcept { return AutocastState(); }
 
-  /// Makes this the calling thread's state, for good. Prefer AutocastStateGuard.
+  /// Makes this the calling thread's state, permanently. Prefer AutocastStateGuard.
   void set_current() const noexcept {
     c10::impl::LocalDispatchKeySet keys = c10::impl::tls_local_dispatch_key_set();
     keys.excluded_ = (keys.excluded_ - c10::autocast_dispatch_keyset) | disabled_;
@@ -67,8 +67,8 @@ class AutocastState {
   detail::ThreadOpOverrides op_overrides_ = detail::thread_op_overrides();
 };
 
-/// Guard that gives the calling thread a state, and restores the previous one. Counts as a region:
-/// the end of the thread's outermost region clears libtorch's cache of casts.
+/// Sets the calling thread's autocast state, and restores the previous one at the end of the scope.
+/// Counts as a region: the end of a thread's outermost region clears libtorch's cache of casts.
 class AutocastStateGuard {
  public:
   /// Enters `state`.

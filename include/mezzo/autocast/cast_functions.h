@@ -1,6 +1,6 @@
 /// \file
-/// Functions that take part in autocast: Python's `custom_fwd(cast_inputs=...)`, and Apex's
-/// `half_function`, `float_function` and `promote_function`.
+/// Wrappers that make functions take part in autocast: Python's `custom_fwd(cast_inputs=...)`, and
+/// Apex's `half_function`, `float_function` and `promote_function`.
 ///
 ///     auto loss = mezzo::float_function(my_loss);
 ///     auto mix = mezzo::half_function([&](torch::Tensor x) { return fused_kernel(x, table); });

@@ -1,6 +1,5 @@
 /// \file
-/// OpOverrides, changes of autocast's op lists (allow, deny, promote), which guards take as an
-/// option:
+/// OpOverrides: changes to autocast's op lists (allow, deny, promote), an option of regions:
 ///
 ///     const auto overrides = mezzo::OpOverrides().deny("aten::bmm").allow("aten::softmax.int");
 ///     mezzo::install_op_overrides(overrides);  // once, in main, before threads start
@@ -105,7 +104,7 @@ class OpOverrides {
 /// Prints `to_string`.
 MEZZO_INLINE std::ostream& operator<<(std::ostream& stream, const OpOverrides& overrides);
 
-/// Registers a kernel of mezzo before libtorch's autocast kernel of each op that `overrides` name.
+/// Registers a mezzo kernel in front of libtorch's autocast kernel of each op in `overrides`.
 /// The kernel looks up the calling thread's overrides, which costs some ten nanoseconds, and calls
 /// libtorch's kernel unless they name the op. Returns the overrides:
 ///

@@ -47,7 +47,7 @@ concept BareNumber = std::is_arithmetic_v<T>;
 struct LossScaleState {
   float scale = 1.0F;              ///< positive and finite
   int32_t growth_tracker = 0;      ///< consecutive iterations without inf/NaN or a change of scale
-  int32_t hysteresis_tracker = 1;  ///< consecutive overflows until the scale backs off
+  int32_t hysteresis_tracker = 1;  ///< consecutive overflows left until the scale backs off
 
   friend bool operator==(const LossScaleState&, const LossScaleState&) = default;
 };

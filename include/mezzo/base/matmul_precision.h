@@ -47,7 +47,7 @@ struct MatmulPrecisionOptions {
 ///
 /// The destructor restores the settings that the options set. Within the scope libtorch's legacy
 /// functions (`float32MatmulPrecision`, `allowTF32CuBLAS`) and `float32Precision` return the same
-/// values. A value inherited from a setting of all backends or ops is afterwards set for its op.
+/// values. Afterwards a value that was inherited from a generic setting is set explicitly.
 ///
 /// **The settings are global to the process**, and libtorch reads them without a lock: construct
 /// and destroy the guard while no other thread runs matrix products. Guards nest. A CUDA graph

@@ -1,5 +1,5 @@
 /// \file
-/// FiniteGradAccumulator: gradient accumulation without micro-batches with inf or NaN gradients.
+/// FiniteGradAccumulator: gradient accumulation that drops micro-batches with inf or NaN gradients.
 #pragma once
 
 #include <mezzo/base/version.h>

@@ -73,7 +73,7 @@ class GradScaler {
  public:
   /// The keys and values of torch.amp.GradScaler's state_dict, and of mezzo's options.
   using StateDict = std::map<std::string, double>;
-  /// Called after each skipped step.
+  /// The type of `on_skip`'s callback.
   using SkipCallback = detail::SkipReporter::Callback;
 
   /// \throws c10::Error if an option is out of range, even if `enabled` is false
@@ -111,7 +111,7 @@ class GradScaler {
   ///   is inf or NaN; undefined if no parameter has a gradient, or if the scaler is disabled
   /// \throws c10::Error if called twice or after `step` in an iteration, before any `scale`, for
   ///   fp16 gradients of parameters without a master (see `allow_fp16_gradients`), or for gradients
-  ///   that were unscaled for another optimizer
+  ///   that have overlapping elements or were unscaled for another optimizer
   at::Tensor unscale_(OptimizerRef optimizer);
 
   /// Unscales, unless `unscale_` was called, and applies the optimizer's step if no gradient is inf

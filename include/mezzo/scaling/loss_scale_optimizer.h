@@ -1,5 +1,5 @@
 /// \file
-/// LossScaleOptimizer: an optimizer with its GradScaler, as Keras has it.
+/// LossScaleOptimizer: an optimizer and its GradScaler in one object, as in Keras.
 #pragma once
 
 #include <mezzo/base/grad_scaler_options.h>

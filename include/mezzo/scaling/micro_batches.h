@@ -49,8 +49,7 @@ class MicroBatchIterator {
   using Batch = std::remove_cvref_t<decltype(*std::declval<Next&>())>;
   static_assert(std::is_class_v<Batch> && !std::is_final_v<Batch>,
                 "mezzo::micro_batches: the loader's batch type must be a class that can be a base "
-                "class, such "
-                "as torch::data::Example; wrap other types in a struct");
+                "class, such as torch::data::Example; wrap other types in a struct");
 
  public:
   using difference_type = std::ptrdiff_t;

@@ -47,7 +47,7 @@ TEST_P(ActivationCheckpointAutocast, RecomputesInDtypeOfForward) {
   const mezzo::AutocastGuard autocast({.device_type = at::kCPU, .dtype = other});
   y.sum().backward();
   EXPECT_EQ(dtypes_, (std::vector{GetParam(), GetParam()}));
-  EXPECT_EQ(x_.mm(w_).scalar_type(), other) << "the caller's state is back";
+  EXPECT_EQ(x_.mm(w_).scalar_type(), other) << "the caller's state is restored";
 }
 
 TEST_P(ActivationCheckpointAutocast, RecomputesDisabledIfForwardWas) {

@@ -118,7 +118,7 @@ TEST(AutocastAutogradFunctionCastInputs, CastsTensorsInNestedContainers) {
                              std::tuple{1, x, std::pair{x, "text"}},
                              std::vector<std::optional<Pair>>{Pair{x, x}});
   EXPECT_EQ(dtypes_seen, std::vector(13, at::kHalf));
-  EXPECT_EQ(two[0].scalar_type(), at::kFloat) << "the caller's own containers stay as they are";
+  EXPECT_EQ(two[0].scalar_type(), at::kFloat) << "the caller's containers are not modified";
 }
 
 struct Forwards : mezzo::AutocastAutogradFunction<Forwards, at::kHalf> {

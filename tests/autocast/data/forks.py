@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Writes forks.pt, many_forks.pt and interface.pt beside it, with libtorch 2.11's Python: scripts whose parts libtorch
-runs by executors of their own."""
+runs with other executors."""
 import pathlib
 
 import torch

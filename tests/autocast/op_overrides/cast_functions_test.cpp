@@ -95,7 +95,7 @@ TEST(CastFunctions, CastTensorsInNestedContainers) {
   const AutocastGuard<kCPU> autocast;
   const auto dtypes = lowered(nested, at::TensorList(list), std::array<Tensor, 1>{ones(kFloat)});
   EXPECT_EQ(dtypes, std::vector<at::ScalarType>(5, kBFloat16));
-  EXPECT_EQ(list[0].scalar_type(), kFloat);  // the caller's stay as they are
+  EXPECT_EQ(list[0].scalar_type(), kFloat);  // the caller's list is not modified
 }
 
 TEST(CastFunctions, ForwardOtherArgumentsPerfectly) {

@@ -136,7 +136,7 @@ TEST(OpOverrides, NestsAndEndsWithScope) {
       EXPECT_EQ(mm_dtype(), kBFloat16);             // the inner overrides
       EXPECT_EQ(softmax_dtype(kBFloat16), kFloat);  // only in the outer
       const AutocastGuard<kCPU> plain;
-      EXPECT_EQ(softmax_dtype(kBFloat16), kFloat);  // without overrides of its own
+      EXPECT_EQ(softmax_dtype(kBFloat16), kFloat);  // inherited from the outer
     }
     EXPECT_EQ(mm_dtype(), kFloat);
   }

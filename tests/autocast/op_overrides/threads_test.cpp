@@ -57,7 +57,7 @@ int run(const Expectation& expected, int rounds) {
   return wrong;
 }
 
-/// Runs `work` for each kind of thread in two concurrent threads, and returns the sums.
+/// Runs `work` for each kind of thread in two concurrent threads, and returns the sum.
 template <class Work>
 int in_threads(const Work& work) {
   const auto kinds = expectations();

@@ -41,8 +41,7 @@ class SuppressWarningsGuard {
 };
 
 /// A tensor with a dtype and a device. Autocast kernels read no more before they cast or
-/// redispatch;
-/// any access to shape or memory throws. So no op runs, and CUDA's lists can be read without a GPU.
+/// redispatch. Any access to shape or memory throws, so no op runs and no GPU is needed.
 class ShapelessTensorImpl final : public c10::TensorImpl {
  public:
   ShapelessTensorImpl(c10::DeviceType device, at::ScalarType dtype)
@@ -159,8 +158,8 @@ class FirstOpRecorder {
   std::optional<RecordedOp> op_;
 };
 
-/// Probes the autocast kernel of one op and device. A kernel of mezzo before it redispatches to it,
-/// since this thread has no overrides meanwhile.
+/// Probes the autocast kernel of one op and device. Clears the thread's overrides meanwhile, so
+/// that an OverrideKernel in front calls that kernel.
 class AutocastKernelProbe {
  public:
   AutocastKernelProbe(const c10::OperatorHandle& op, c10::DeviceType device)

@@ -1,5 +1,3 @@
-/// \file
-/// Implementation of AutocastOpList.
 #pragma once
 
 #include <mezzo/autocast/autocast_op_list.h>

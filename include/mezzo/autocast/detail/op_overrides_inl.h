@@ -1,5 +1,3 @@
-/// \file
-/// Implementation of OpOverrides, and their text form.
 #pragma once
 
 #include <mezzo/autocast/detail/override_registry.h>

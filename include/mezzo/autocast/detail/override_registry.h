@@ -1,6 +1,6 @@
 /// \file
-/// Lookup of operators by name; OverrideKernel, which mezzo registers before libtorch's autocast
-/// kernel of an op and device; and OverrideRegistry, which installs these kernels.
+/// Lookup of operators by name; OverrideKernel, which mezzo registers in front of libtorch's
+/// autocast kernel of an op and device; and OverrideRegistry, which installs these kernels.
 #pragma once
 
 #include <mezzo/autocast/cast_policy.h>
@@ -41,7 +41,7 @@ inline std::optional<c10::OperatorHandle> find_op(const std::string& name) {
   return c10::Dispatcher::singleton().findSchema({name.substr(0, dot), overload});
 }
 
-/// Returns whether the schema says that a result shares memory with an argument.
+/// Returns whether the schema declares that a result shares memory with an argument.
 inline bool has_view_result(const c10::FunctionSchema& schema) {
   return std::ranges::any_of(schema.returns(),
                              [](const auto& result) { return result.alias_info() != nullptr; });

@@ -62,7 +62,7 @@ inline AutocastOptions recommend_cuda(std::optional<ComputeCapability> gpu) {
     return {
         .device_type = kCuda,
         .dtype = at::ScalarType::Half,
-        .reason = "float16: " + name + " multiplies it natively, and bfloat16 not; scale the loss"};
+        .reason = "float16: " + name + " multiplies it natively, but not bfloat16; scale the loss"};
   }
   return disabled_autocast_options(kCuda, name + " has no tensor cores");
 }
@@ -77,8 +77,8 @@ inline std::optional<ComputeCapability> get_compute_capability(c10::Device devic
     device = c10::impl::VirtualGuardImpl(c10::DeviceType::CUDA).getDevice();
   }
   const auto capability = query_compute_capability(device.index());
-  TORCH_CHECK(capability, "the CUDA driver library libcuda.so.1 has no compute capability of ",
-              device, "; set the dtype yourself");
+  TORCH_CHECK(capability, "the CUDA driver does not report the compute capability of ", device,
+              "; set the dtype yourself");
   return capability;
 }
 

@@ -1,6 +1,5 @@
 /// \file
-/// The op overrides of a thread, read by the kernels in front of ops, and the rules of which
-/// tensors autocast casts.
+/// Op overrides of a thread, which OverrideKernel reads, and which tensors autocast casts.
 #pragma once
 
 #include <mezzo/autocast/autocast_options.h>

@@ -7,7 +7,7 @@
 #include <c10/core/InferenceMode.h>
 
 // Tensors created under InferenceMode are inference tensors: ATen throws for writes to them outside
-// the mode, and they have no version. Any step of a training may run under InferenceMode.
+// the mode, and they have no version. Any part of a training loop may run under it.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 

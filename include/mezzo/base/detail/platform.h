@@ -35,8 +35,7 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// Returns a function of a library, which is never unloaded; null if the library or the function
-/// does not exist.
+/// Loads a library permanently, and returns its function `name`; null if either does not exist.
 template <class Function>
 Function* load_symbol(const char* library, const char* name) {
   try {

@@ -38,7 +38,6 @@ class TensorGroups {
   std::vector<Group> groups_;
 };
 
-/// Groups tensors by device and dtype.
 inline TensorGroups<> group_tensors(at::TensorList tensors) {
   TensorGroups<> groups;
   for (const at::Tensor& tensor : tensors) groups.get(tensor).push_back(tensor);

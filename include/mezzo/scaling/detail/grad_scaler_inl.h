@@ -41,9 +41,8 @@ inline void check_has_gradients(bool has_gradients, const torch::optim::Optimize
       has_gradients, "No inf checks were recorded for this optimizer. In C++: none of its ",
       OptimizerDescription{"", optimizer.param_groups()}.parameters().size(),
       " parameters has a gradient, or had one at unscale_; call scaler.scale(loss).backward() "
-      "first, "
-      "construct the optimizer with the parameters() of the model that computed the loss, and do "
-      "not step an optimizer whose model did not take part in this iteration");
+      "first, construct the optimizer with the parameters() of the model that computed the loss, "
+      "and do not step an optimizer whose model did not take part in this iteration");
 }
 
 inline bool has_max_norm(const StepOptions& options) {
@@ -386,7 +385,7 @@ MEZZO_INLINE at::Tensor GradScaler::get_scale_on(at::Device device) {
 MEZZO_INLINE void GradScaler::lazy_init_scale(at::Device device) {
   detail::check_update_kernel(options_, device);
   detail::check_not_capturing(device, "the loss scale");
-  // Inference tensors could not be updated outside of InferenceMode.
+  // Inference tensors could not be updated outside InferenceMode.
   const c10::InferenceMode no_inference(false);
   const auto scalar = at::TensorOptions().device(device).dtype(at::kFloat);
   const LossScaleState& state = initial_state_;

@@ -92,7 +92,7 @@ class GradientStash {
   }
 
   std::vector<at::Tensor> parameters_;
-  std::vector<at::Tensor> tensors_;  // the stashed gradients
+  std::vector<at::Tensor> tensors_;  // the tensors that were in `.grad`
   std::vector<at::Tensor> values_;   // the same tensors, or copies if their storage is shared
 };
 

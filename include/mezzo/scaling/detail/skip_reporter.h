@@ -53,7 +53,6 @@ class SkipReporter {
   /// Adds the result of a step in this iteration.
   void observe(StepResult result) { results_.push_back(std::move(result)); }
 
-  /// Discards the results of this iteration.
   void discard_iteration() noexcept { results_.clear(); }
 
   /// Ends the iteration, and reports all iterations whose results are ready, in order. No host
@@ -114,7 +113,7 @@ class SkipReporter {
   std::deque<Results> iterations_;  // not reported yet: results or the next scale are not ready
   ScaledClipDetector clip_detector_;
   mutable bool is_used_ = false;     // the scale was used in this iteration
-  mutable bool has_warned_ = false;  // that it was not used
+  mutable bool has_warned_ = false;  // about an unused scale
 };
 
 }  // namespace detail
