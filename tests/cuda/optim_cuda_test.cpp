@@ -356,7 +356,7 @@ TEST_F(OptimCuda, EightBitMomentsMatchCpu) {
       continue;
     }
     for (std::size_t i = 0; i < parameters.cpu.size(); ++i) {
-      // The last bit of a moment may select the next 8-bit code, in few elements.
+      // The last bit of a moment may select the next qval, in few elements.
       const Tensor difference =
           (parameters.gpu[i].cpu().to(torch::kDouble) - parameters.cpu[i].to(torch::kDouble)).abs();
       EXPECT_LE(difference.gt(dtype == torch::kFloat ? 1e-6 : 0).sum().item<int64_t>(),

@@ -379,8 +379,7 @@ TEST_F(KernelsCuda, StepsUpdateEveryElement) {
 }
 
 // Elements whose indices are 2^32 apart have different random bits.
-// The emulated GPU runs one block of such a parameter
-// (tests/cuda_emulation/optimizer_step_test.cpp).
+// The emulated GPU runs one block of such a parameter (CudaEmulationStep).
 TEST_F(KernelsCuda, StochasticRoundingBeyond2To32MatchesCpu) {
   using Functor = mezzo::detail::SgdFunctor<false>;
   if (cuda_test::kIsEmulated) GTEST_SKIP() << "not run on the emulated GPU: it takes 18 GB";

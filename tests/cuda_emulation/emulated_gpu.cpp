@@ -272,7 +272,7 @@ class GuardImpl final : public c10::impl::DeviceGuardImplInterface {
     if (marker.is_done) machine.show(marker.behind);
     return marker.is_done;
   }
-  /// Host milliseconds between the two, without meaning.
+  /// Host time between the records; the emulation has no device time.
   double elapsedTime(void* first, void* second, c10::DeviceIndex /*index*/) const override {
     const std::chrono::duration<double, std::milli> time =
         marker_of(second)->reached - marker_of(first)->reached;
@@ -294,7 +294,7 @@ class GuardImpl final : public c10::impl::DeviceGuardImplInterface {
   bool queryStream(const c10::Stream& stream) const override {
     Machine& machine = Machine::the();
     const std::lock_guard lock(machine.mutex);
-    machine.check_no_capture("a stream is asked");
+    machine.check_no_capture("query of a stream");
     machine.run_some();
     const bool is_idle = machine.queues[key_of(stream)].empty();
     if (is_idle) machine.show(machine.behind[key_of(stream)]);
@@ -304,7 +304,7 @@ class GuardImpl final : public c10::impl::DeviceGuardImplInterface {
   void synchronizeDevice(c10::DeviceIndex index) const override {
     Machine& machine = Machine::the();
     const std::lock_guard lock(machine.mutex);
-    check_not_capturing("the host waits for a device");
+    check_not_capturing("synchronization with a device");
     ++machine.counts.syncs;
     machine.run_until([&] {
       return std::all_of(machine.queues.begin(), machine.queues.end(), [&](const auto& queue) {
@@ -322,7 +322,7 @@ class GuardImpl final : public c10::impl::DeviceGuardImplInterface {
     return *static_cast<std::shared_ptr<Marker>*>(event);
   }
   static void check_queryable(const Marker& marker) {
-    check_not_capturing("the host asks for an event");
+    check_not_capturing("query of an event");
     if (marker.capture != 0) throw Fault("the host asks for an event that was captured");
   }
 };
@@ -388,7 +388,7 @@ void check_not_capturing(const char* what) {
 void wait_for(const c10::Stream& stream) {
   Machine& machine = Machine::the();
   const std::lock_guard lock(machine.mutex);
-  machine.check_no_capture("the host waits for a stream");
+  machine.check_no_capture("synchronization with a stream");
   ++machine.counts.syncs;
   machine.run_until([&] { return machine.queues[key_of(stream)].empty(); });
   machine.show(machine.behind[key_of(stream)]);

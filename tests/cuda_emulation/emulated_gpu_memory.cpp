@@ -133,7 +133,7 @@ class PinnedMemory final : public at::HostAllocator {
  public:
   c10::DataPtr allocate(std::size_t bytes) override {
     const std::lock_guard lock(mutex());
-    check_not_capturing("memory is pinned");
+    check_not_capturing("allocation of pinned memory");
     auto* const memory = static_cast<char*>(std::malloc(bytes + 1));
     all_[memory] = {bytes + 1, false, {}, {}};
     return {memory, memory, &PinnedMemory::free, c10::kCPU};

@@ -124,7 +124,7 @@ void compute(const c10::OperatorHandle& op, Stack* stack) {
   torch::jit::drop(*stack, count);
   std::optional<c10::Device> device;
   Stack call = on_cpu(op, arguments, device);
-  TORCH_CHECK(device.has_value(), "the host's GPU is asked for ", schema.name());
+  TORCH_CHECK(device.has_value(), schema.name(), " has no argument on an emulated GPU");
   const c10::Stream stream = current_stream(*device);
   bool gives_numbers = false;
   bool is_in_place = false;

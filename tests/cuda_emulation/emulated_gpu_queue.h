@@ -38,10 +38,11 @@ void check_not_capturing(const char* what);
 /// Returns the id of the stream's capture, or 0.
 uint64_t capture_id_of(const c10::Stream& stream);
 
-/// Makes `later` wait for the work that `earlier` has now.
+/// Makes future work of `later` wait for present work of `earlier`.
 void order(const c10::Stream& earlier, const c10::Stream& later);
 
-/// Returns a query whether the work that the stream has now is done; false for a captured stream.
+/// Returns a function that reports whether the stream's present work has completed; always false
+/// for a captured stream.
 std::function<bool()> make_query(const c10::Stream& stream);
 
 // emulated_gpu_memory.cpp

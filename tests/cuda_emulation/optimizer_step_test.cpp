@@ -60,10 +60,10 @@ struct StepCase {
 
 std::vector<StepCase> step_cases() {
   return {{.name = "plain"},
-          {.name = "clear", .zero_grad = true},
+          {.name = "zero_grad", .zero_grad = true},
           {.name = "checked", .scale = 0.25F, .is_checked = true},
           {.name = "skipped", .scale = 0.25F, .is_skipped = true},
-          {.name = "skipped and cleared", .is_skipped = true, .zero_grad = true},
+          {.name = "skipped, zero_grad", .is_skipped = true, .zero_grad = true},
           {.name = "clipped", .scale = 0.5F, .max_norm = 0.5},
           {.name = "scheduled", .lr_factors = 3},
           {.name = "bfloat16 model param", .has_model_param = true},

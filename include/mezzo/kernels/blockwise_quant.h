@@ -155,7 +155,8 @@ C10_HOST_DEVICE C10_ALWAYS_INLINE void dequantize_block(const DynamicMap& map,
 }
 
 /// Quantizes values of a block to the nearest qvals. A value within a few ulp of the middle of two
-/// may round to either. An unsigned map ignores signs. \param map DynamicMap::make(kIsSigned)
+/// may round to either. An unsigned map ignores signs.
+/// \param map  DynamicMap::make(kIsSigned)
 /// \param inverse_absmax  invert_absmax(absmax)
 template <bool kIsSigned, class Vec>
 C10_HOST_DEVICE C10_ALWAYS_INLINE void quantize_block(const DynamicMap& map,

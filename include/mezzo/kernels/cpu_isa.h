@@ -24,7 +24,7 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// Instruction sets. scalar: a plain loop, where there is no other. vector128: aarch64. avx2: AVX2
+/// Instruction sets. scalar: the portable fallback. vector128: aarch64. avx2: AVX2
 /// and FMA. avx512: AVX512F and AVX512BW, as in ATen.
 enum class CpuIsa : uint8_t { scalar, vector128, avx2, avx512 };
 

@@ -74,7 +74,7 @@ inline int exchange_capture_mode(at::Device device, int mode) {
   return mode;
 }
 
-/// Sets this thread's relaxed capture mode, in which it may query and synchronize with events of
+/// Puts this thread into relaxed capture mode, in which it may query and synchronize with events of
 /// `device` while another thread captures. In the default mode that invalidates the capture.
 class RelaxedCaptureModeGuard {
  public:
@@ -106,7 +106,8 @@ inline at::Tensor empty_host_tensor(at::IntArrayRef sizes, at::ScalarType dtype,
 }
 
 /// Call before creating `what`, which must persist across steps: a captured creation is repeated by
-/// each replay. \throws c10::Error if the device's current stream is capturing
+/// each replay.
+/// \throws c10::Error if the device's current stream is capturing
 inline void check_not_capturing(at::Device device, const char* what) {
   TORCH_CHECK(
       current_capture_id(device) == 0, what,

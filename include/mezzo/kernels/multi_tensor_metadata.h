@@ -13,8 +13,8 @@ namespace detail {
 
 /// Tensors of one multi-tensor launch, divided into a chunk for each block (TensorListMetadata of
 /// ATen's multi_tensor_apply). Passed by value as a kernel argument: nothing is copied to the
-/// device, and a CUDA graph keeps its own copy. More than kMaxTensors take more launches. \tparam
-/// Args  of a tensor, with num_elements()
+/// device, and a CUDA graph keeps its own copy. More than kMaxTensors take more launches.
+/// \tparam Args  kernel arguments of a tensor, with num_elements()
 template <class Args, int kMaxTensors>
 class TensorListMetadata {
  public:

@@ -17,7 +17,7 @@
 #include <type_traits>
 #include <vector>
 
-// CPU kernels of the element-wise optimizers, and the division of a step among libtorch's threads.
+// CPU kernels of the element-wise optimizers, and their parallel loop over chunks.
 //
 // A kernel reads gradient, parameter and moments once, in their stored dtypes, and writes parameter
 // and moments once. There is one for each functor, weight format and instruction set.

@@ -77,7 +77,7 @@ class StepFunctor {
   C10_HOST_DEVICE C10_ALWAYS_INLINE void operator()(Elements<kCount>& elements,
                                                     const Bits (&seeds)[kCount]) const {
 #ifdef __CUDA_ARCH__
-    constexpr int kBatch = kCount;  // a GPU rounds values in pairs
+    constexpr int kBatch = kCount;  // a GPU converts two values per instruction
 #else
     constexpr int kBatch = 1;  // AVX2 has few registers
 #endif

@@ -35,7 +35,7 @@ inline void parallel_dynamic(int64_t count, c10::function_ref<void(int64_t)> wor
   iterator.for_each(run_items, /*grain_size=*/1);
 }
 
-/// The fewest elements for which another thread pays.
+/// The fewest elements that are worth another thread (ATen's GRAIN_SIZE).
 inline constexpr int64_t kThreadGrain = 32768;
 
 /// Divides the elements of several tensors into chunks. Chunks depend on the sizes, not on the
@@ -67,7 +67,7 @@ class WorkChunks {
 
   std::size_t size() const noexcept { return chunks_.size(); }
 
-  /// Calls `work(i, chunk)` for chunk i of all, on libtorch's threads.
+  /// Calls `work(i, chunk)` for each chunk i, on libtorch's threads.
   void for_each(c10::function_ref<void(std::size_t, const Chunk&)> work) const {
     parallel_dynamic(static_cast<int64_t>(first_of_batch_.size()), [&](int64_t index) {
       const auto batch = static_cast<std::size_t>(index);

@@ -87,7 +87,8 @@ inline void* device_address(void* pinned) {
   return address;
 }
 
-/// Launches a kernel asynchronously on `stream`. \throws c10::Error if the launch fails
+/// Launches a kernel asynchronously on `stream`.
+/// \throws c10::Error if the launch fails
 template <auto kKernel, class... Args>
 static void launch(int64_t blocks, int threads, Stream stream, const Args&... args) {
   const dim3 grid(static_cast<unsigned>(blocks));

@@ -36,8 +36,8 @@ namespace detail::cuda {
 static_assert(std::is_trivially_copyable_v<GradScalerOptions>, "kernel argument");
 
 /// Adds items to a Metadata, and calls `launch(metadata)` whenever it is full and after the last
-/// item. \param push_back  called with (metadata, i) for i in [0, count); returns false if there is
-/// no room
+/// item.
+/// \param push_back  called with (metadata, i) for i in [0, count); returns false if it is full
 template <class Metadata, class PushBack, class Launch>
 static void launch_in_batches(int elements_per_block, std::size_t count, const PushBack& push_back,
                               const Launch& launch) {

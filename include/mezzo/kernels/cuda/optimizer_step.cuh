@@ -133,7 +133,7 @@ struct ParamArrays {
   Stored* parameter;
   StoredMoment* moments[kNumMoments > 0 ? kNumMoments : 1];
   uint16_t* low_bits_or_model_param;
-  bool has_low_bits_or_model_param;  // a flag, since null is not null once advanced
+  bool has_low_bits_or_model_param;  // a flag, since an advanced null pointer is not null
   GradArray<Scalar> gradient;
 
   __device__ explicit ParamArrays(const ParamListMetadata::Chunk& chunk)
@@ -209,7 +209,7 @@ struct ParamArrays {
   }
 };
 
-/// What all threads of a block share.
+/// Step functor and random key, shared by all threads of a block.
 template <class Step>
 struct BlockContext {
   Step functor;
@@ -266,7 +266,7 @@ __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThr
       });
 }
 
-/// Increments step counts unless *found_inf is not 0. A launch after the step, whose blocks read
+/// Increments step counts unless *found_inf is not 0. Launched after the step, whose blocks read
 /// them. Static like every kernel that is not a template: several objects of a program may contain
 /// it.
 static __global__ void increment_state_steps_kernel(MEZZO_GRID_CONSTANT(StateStepsMetadata)
