@@ -271,7 +271,7 @@ class ManualStepFuture final : public mezzo::StepFuture {
  public:
   bool ready() const noexcept override { return is_known; }
   const mezzo::StepResult::Values& values() override {
-    EXPECT_TRUE(is_known) << "the schedule waited for a device";
+    EXPECT_TRUE(is_known) << "the schedule synchronized with a device";
     return values_;
   }
   bool is_known = false;

@@ -301,7 +301,7 @@ TEST(MasterWeights, CallsClosureOnceWithGradMode) {
   EXPECT_EQ(x.item<float>(), 1.0F);
 }
 
-/// A custom optimizer: subtracts the sum of gradients, throws at parameter `throw_at`, and has no lr.
+/// A custom optimizer without lr. Subtracts the sum of gradients; throws at parameter `throw_at`.
 struct SummingOptimizerOptions : torch::optim::OptimizerCloneableOptions<SummingOptimizerOptions> {
 };
 struct SummingOptimizerState : torch::optim::OptimizerCloneableParamState<SummingOptimizerState> {

@@ -1,6 +1,6 @@
-// Optimizer states that steps do not produce: another layout, dtype or owner, from an archive, or
-// of a cast parameter. Each test compares two runs: states with equal values give bitwise identical
-// steps.
+// Optimizer states that steps do not produce: another layout, dtype or parameter, from an archive,
+// or of a cast parameter. Each test compares two runs: states with equal values give bitwise
+// identical steps.
 
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/lamb.h>
