@@ -415,7 +415,7 @@ TEST(AtenStep, ThrowingStepIsNotCounted) {
   EXPECT_EQ(steps_of(sgd, x), 1);
   EXPECT_EQ(steps_of(sgd, y), 1);
   EXPECT_EQ(sgd.applied_steps(), 1);
-  EXPECT_TRUE(torch::equal(x, torch::full({2}, 0.5F))) << "nor is another group stepped";
+  EXPECT_TRUE(torch::equal(x, torch::full({2}, 0.5F))) << "no group is stepped";
 
   AtenOptimizer<mezzo::optim::Lion> lion({x});
   EXPECT_THROW(lion.apply(lion.plan()), c10::Error);
