@@ -124,7 +124,7 @@ TEST(AdamW8bit, MatchesBitsandbytesErrorAfter1000Steps) {
       reached([&](const at::Tensor& parameter) { return AdamW8bit({parameter}, options); });
   const double apart = get_norm(narrow - wide) / get_norm(wide - start);
   EXPECT_LE(apart, 0.0635);
-  EXPECT_GT(apart, 0.01) << "these are no moments of 8 bits";
+  EXPECT_GT(apart, 0.01) << "the moments are not 8-bit";
 }
 
 /// float32 parameters with float32 moments are bitwise identical to mezzo's AdamW.

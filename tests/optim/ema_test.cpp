@@ -324,7 +324,7 @@ void expect_training_unchanged(WeightStorage storage, at::ScalarType dtype) {
               BitwiseEqual(get_tensors(optimizer, parameter)));
 }
 
-// A master or archive made in the scope would have the average.
+// A master or archive created in the scope would hold the average.
 TEST(EmaGuard, MasterParamAndSaveThrowInsideGuard) {
   torch::Tensor parameter = torch::ones({3}, torch::kBFloat16).requires_grad_();
   auto optimizer = make(parameter, WeightStorage::fp32_master);
@@ -399,7 +399,7 @@ TEST(EmaGuard, RestoresWeightsTrainedInsideGuard) {
     parameter.mutable_grad() = torch::zeros_like(parameter.detach());
     optimizer.param_groups()[0].options().set_lr(0);
     optimizer.step();
-    EXPECT_TRUE(torch::equal(parameter, before)) << "and the next step goes on from them";
+    EXPECT_TRUE(torch::equal(parameter, before)) << "the next step resumes from them";
   }
 }
 
@@ -440,7 +440,7 @@ class NeverReadyStep final : public mezzo::StepFuture {
   explicit NeverReadyStep(float found_inf) : found_inf_(torch::full({1}, found_inf)) {}
   bool ready() const noexcept override { return false; }
   const mezzo::StepResult::Values& values() override {
-    ADD_FAILURE() << "the host waited for the device";
+    ADD_FAILURE() << "the host synchronized with the device";
     return outcome_;
   }
   at::Tensor found_inf_on_device() const override { return found_inf_; }

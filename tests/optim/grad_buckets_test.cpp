@@ -135,7 +135,7 @@ TEST(GradBuckets, ZeroesUnusedAndFrozenParams) {
   buckets.zero_grad();
   parameters[1].set_requires_grad(false);
   compute_loss(parameters).backward();
-  EXPECT_EQ(norm_sq(buckets), 3) << "what was there before is gone";
+  EXPECT_EQ(norm_sq(buckets), 3) << "earlier contents are overwritten";
   EXPECT_FALSE(parameters[1].grad().defined());
 }
 

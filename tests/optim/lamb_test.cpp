@@ -1,4 +1,4 @@
-// LAMB compared with Apex's FusedLAMB in torch ops.
+// LAMB compared with the algorithm of Apex's FusedLAMB in torch ops.
 
 #include <mezzo/optim/lamb.h>
 

@@ -187,7 +187,7 @@ TEST(LrSchedule, WarnsWhenCountingSkippedStep) {
   EXPECT_THAT(has_warned(torch::optim::SGD({weight()}, 1.0), {inf}),
               ElementsAre(HasSubstr("schedule.step(result)")));
   EXPECT_THAT(has_warned(torch::optim::SGD({weight()}, 1.0), {inf, 1, 1}).size(), 1U)
-      << "of the first";
+      << "only the first skipped step warns";
   EXPECT_THAT(has_warned(torch::optim::SGD({weight()}, 1.0), {1}), ElementsAre());
   EXPECT_THAT(has_warned(mezzo::optim::SGD({weight()}, 1.0), {inf}), ElementsAre());
 }
@@ -271,7 +271,7 @@ class ManualStepFuture final : public mezzo::StepFuture {
  public:
   bool ready() const noexcept override { return is_known; }
   const mezzo::StepResult::Values& values() override {
-    EXPECT_TRUE(is_known) << "the schedule waited for a device";
+    EXPECT_TRUE(is_known) << "the schedule synchronized with a device";
     return values_;
   }
   bool is_known = false;
@@ -302,12 +302,13 @@ TEST(LrOption, FollowsCompletedDeviceSteps) {
   }
   ASSERT_FALSE(optimizer.has_host_step_count());
   EXPECT_EQ(get_group_lr(optimizer), 1.0);
-  EXPECT_THAT(schedule.lrs(), ElementsAre(0.625)) << "after three steps, asked of the device";
+  EXPECT_THAT(schedule.lrs(), ElementsAre(0.625)) << "three steps are applied on the device";
   futures[0]->is_known = true;
   futures[2]->is_known = true;
   schedule.step(make_result(/*ran=*/false));
   EXPECT_EQ(get_group_lr(optimizer), 0.75);
-  EXPECT_EQ(parameter.item<double>(), -1 - 0.875 - 0.75) << "the base is multiplied, once";
+  EXPECT_EQ(parameter.item<double>(), -1 - 0.875 - 0.75)
+      << "each factor multiplies the base lr once";
 }
 
 TEST(LrOption, ManualLrLastsOneStep) {
@@ -341,7 +342,7 @@ TEST(LrOption, ManualLrDuringWarmupLastsOneStep) {
   optimizer.step();
   EXPECT_EQ(parameter.item<double>(), -2.0);
   schedule.step();
-  EXPECT_THAT(schedule.lrs(), ElementsAre(4.0)) << "half of the base";
+  EXPECT_THAT(schedule.lrs(), ElementsAre(4.0)) << "half of the base lr";
 }
 
 TEST(LrOption, ZeroLrPreservesBaseLr) {
@@ -442,7 +443,8 @@ TEST(LrSchedule, CountsStepsWithoutGradients) {
       schedule.step();
     }
     EXPECT_THAT(schedule.lrs(), ElementsAre(0.5));
-    EXPECT_DOUBLE_EQ(parameter.template item<double>(), -2.3) << "at the rates 0.9, 0.8, 0.6";
+    EXPECT_DOUBLE_EQ(parameter.template item<double>(), -2.3)
+        << "the lrs of the steps are 0.9, 0.8 and 0.6";
     return schedule.applied_steps();
   };
   const auto parameter = [] { return torch::zeros({1}, torch::kDouble).requires_grad_(); };
@@ -513,7 +515,7 @@ TEST(LrScheduleArchive, OptimizerArchiveHoldsBaseLrs) {
     schedule.step();
     load_from_string(resumed_stepper, save_to_string(wrapper));
     EXPECT_EQ(get_group_lr(resumed), get_group_lr(optimizer))
-        << "the rate in use, for who goes on without";
+        << "the saved lr, for a run without a schedule";
     LinearSchedule again(resumed_stepper, {.total_steps = 4});
     EXPECT_THAT(again.base_lrs(), ElementsAre(8.0));
     EXPECT_EQ(get_group_lr(resumed), 6.0);
@@ -652,7 +654,6 @@ GradStats make_grad_stats(bool found_inf) {
   return {torch::ones({}), torch::full({}, found_inf ? 1.0F : 0.0F)};
 }
 
-/// Returns the update of each step of SGD with gradient 1.
 TEST(LrFactors, ApplyForEachWeightStorage) {
   for (const test_support::WeightStorageCase& storage_case : test_support::weight_storage_cases()) {
     const torch::Tensor parameter = torch::zeros({2}, storage_case.dtype).requires_grad_();
@@ -667,7 +668,8 @@ TEST(LrFactors, ApplyForEachWeightStorage) {
       (void)owned.ref().step();
       expected -= factor;
       EXPECT_EQ(parameter[0].item<double>(), expected);
-      EXPECT_EQ(owned.inner->param_groups()[0].options().get_lr(), 1.0) << "as it was shown";
+      EXPECT_EQ(owned.inner->param_groups()[0].options().get_lr(), 1.0)
+          << "a step does not change the lr option";
     }
   }
 }
@@ -688,6 +690,7 @@ TEST(LrFactors, ThrowingInnerStepPreservesLrOption) {
 
 class LrFactorUpdates : public testing::TestWithParam<bool> {
  protected:
+  /// Returns the update of a step of SGD with gradient 1.
   double step(bool found_inf = false) {
     const double before = parameter_.item<double>();
     parameter_.mutable_grad() = torch::ones({}, torch::kDouble);

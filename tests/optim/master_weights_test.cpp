@@ -256,7 +256,8 @@ TEST(MasterWeights, ReplacedParamDropsState) {
     parameter.mutable_grad() = torch::ones({2}, torch::kBFloat16);
     masters.step();
     EXPECT_TRUE(parameter.equal(torch::full({2}, 0.5, torch::kBFloat16)));
-    EXPECT_LE(sgd.state().size(), 2) << "its own, and the last one's until the next step";
+    EXPECT_LE(sgd.state().size(), 2)
+        << "its own, and until the next step that of the previous parameter";
   }
 }
 
@@ -301,7 +302,7 @@ TEST(MasterWeights, CallsClosureOnceWithGradMode) {
   EXPECT_EQ(x.item<float>(), 1.0F);
 }
 
-/// A custom optimizer: subtracts the sum of gradients, throws at parameter `throw_at`, and has no lr.
+/// A custom optimizer without lr. Subtracts the sum of gradients; throws at parameter `throw_at`.
 struct SummingOptimizerOptions : torch::optim::OptimizerCloneableOptions<SummingOptimizerOptions> {
 };
 struct SummingOptimizerState : torch::optim::OptimizerCloneableParamState<SummingOptimizerState> {
@@ -376,7 +377,7 @@ TEST(MasterWeights, ThrowingInnerStepRestoresParams) {
     EXPECT_TRUE(masters[i].grad().is_same(all[i].grad())) << i;
   }
   inner.throw_at = -1;
-  EXPECT_TRUE(scaler.step(optimizer).applied()) << "the iteration goes on where it stood";
+  EXPECT_TRUE(scaler.step(optimizer).applied()) << "the failed step can be repeated";
   EXPECT_EQ(all[0][0].item<float>(), -3.0F);
   EXPECT_EQ(all[2][0].item<float>(), -1.0F);
 }
@@ -614,7 +615,8 @@ TEST_P(MasterWeightsUnscale, GradientsAreFloat32AndOnMasters) {
   EXPECT_TRUE(scaler_.step(optimizer_).applied());
   EXPECT_EQ(value(), -3.0F);
   EXPECT_EQ(y_[0].item<float>(), -3.0F);
-  EXPECT_THAT(x_.grad(), BitwiseEqual(torch::full({2}, 3.0F))) << "a step writes no gradient";
+  EXPECT_THAT(x_.grad(), BitwiseEqual(torch::full({2}, 3.0F)))
+      << "a step does not change the gradient";
 }
 
 TEST_P(MasterWeightsUnscale, HeldMastersGetCurrentGradients) {
@@ -625,7 +627,7 @@ TEST_P(MasterWeightsUnscale, HeldMastersGetCurrentGradients) {
     scaler_.unscale_(optimizer_);
     EXPECT_EQ(masters[0].grad()[0].item<float>(), gradient);
     scaler_.step(optimizer_);
-    EXPECT_FALSE(masters[0].grad().defined()) << "a master keeps no memory of gradients";
+    EXPECT_FALSE(masters[0].grad().defined()) << "the step releases the master's gradient";
     scaler_.update();
   }
   EXPECT_EQ(value(), -8.0F);

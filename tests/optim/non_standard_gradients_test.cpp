@@ -1,6 +1,5 @@
 // Expanded, overlapping, lazy, sparse and unsupported gradients with every kind of optimizer: a
-// step is
-// bitwise identical to one with a contiguous copy, or throws and changes nothing.
+// step is bitwise identical to one with a contiguous copy, or throws and changes nothing.
 
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/grad_buckets.h>
@@ -42,7 +41,7 @@ using test_support::message_of;
 using testing::HasSubstr;
 using torch::Tensor;
 
-/// An optimizer and what it depends on.
+/// An optimizer with its buckets or masters, if any.
 struct WrappedOptimizer {
   std::shared_ptr<GradBuckets> buckets{};
   std::shared_ptr<torch::optim::Optimizer> optimizer{};
@@ -52,13 +51,13 @@ struct WrappedOptimizer {
   mezzo::StepResult step(GradScaler& scaler, const mezzo::StepOptions& options) const {
     return scaler.step(ref(), options);
   }
-  /// torch.amp's way: unscales in place for an optimizer that is not mezzo's.
+  /// As torch.amp's step: unscales in place unless the optimizer is mezzo's.
   mezzo::StepResult step(GradScaler& scaler) const {
     return masters ? scaler.step(*masters) : scaler.step(*optimizer);
   }
 };
 
-/// A way to step.
+/// An optimizer of parameters of one dtype.
 struct StepPath {
   std::string name;
   torch::ScalarType dtype;  ///< of the parameters

@@ -1,6 +1,6 @@
-// Optimizer states that steps do not produce: another layout, dtype or owner, from an archive, or
-// of a cast parameter. Each test compares two runs: states with equal values give bitwise identical
-// steps.
+// Optimizer states that steps do not produce: another layout, dtype or parameter, from an archive,
+// or of a cast parameter. Each test compares two runs: states with equal values give bitwise
+// identical steps.
 
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/lamb.h>
@@ -199,7 +199,7 @@ TEST(OptimizerState, PreservedForGradientsOfOtherDtype) {
     mezzo::accumulate_in_float({twin.weight()});
     run.steps(0, 2);
     twin.steps(0, 2);
-    EXPECT_THAT(twin.weight(), BitwiseEqual(run.weight())) << "the same gradients, in float";
+    EXPECT_THAT(twin.weight(), BitwiseEqual(run.weight())) << "float32 gradients of equal value";
     run.weight().mutable_grad() = Tensor();
     mezzo::accumulate_in_float({run.weight()});  // in the middle of a run
     run.steps(2, 4);
@@ -244,7 +244,7 @@ TYPED_TEST(FusedOptimizerState, CopyOutlivesParam) {
     optimizer.add_param_group(to::OptimizerParamGroup({weight()}));
     second.mutable_grad() = torch::zeros({3});
     optimizer.step();
-    EXPECT_FALSE(second.equal(torch::ones({3}))) << "without momentum it stands still";
+    EXPECT_FALSE(second.equal(torch::ones({3}))) << "momentum updates it despite the zero gradient";
     EXPECT_EQ(test_support::get_param_state<State>(optimizer, second).step(), 2);
   }
 }
@@ -275,8 +275,8 @@ TYPED_TEST(FusedOptimizerState, CastParamDropsMaster) {
       weight.set_data(weight.detach().to(torch::kFloat));
       step(0.01);
       auto& state = test_support::get_param_state<typename TypeParam::State>(optimizer, weight);
-      EXPECT_FALSE(state.master().defined()) << "of a float weight";
-      EXPECT_FALSE(state.low_bits().defined()) << "of a float weight";
+      EXPECT_FALSE(state.master().defined()) << "a float32 weight has none";
+      EXPECT_FALSE(state.low_bits().defined()) << "a float32 weight has none";
     }
   }
 }
@@ -317,7 +317,7 @@ TYPED_TEST(FusedOptimizerState, ThrowsForStateOfOtherShape) {
                 }),
                 HasSubstr("of the shape [4]"));
     EXPECT_TRUE(loader.state().empty());
-    EXPECT_EQ(optimizer.state().size(), 1U) << "of the parameter before it nothing was begun";
+    EXPECT_EQ(optimizer.state().size(), 1U) << "no state is created for the first parameter";
     *tensor = good;
   }
   EXPECT_EQ(message_of([&] { optimizer.step(); }), "no error");

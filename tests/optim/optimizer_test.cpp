@@ -415,7 +415,7 @@ TEST(AtenStep, ThrowingStepIsNotCounted) {
   EXPECT_EQ(steps_of(sgd, x), 1);
   EXPECT_EQ(steps_of(sgd, y), 1);
   EXPECT_EQ(sgd.applied_steps(), 1);
-  EXPECT_TRUE(torch::equal(x, torch::full({2}, 0.5F))) << "nor is another group stepped";
+  EXPECT_TRUE(torch::equal(x, torch::full({2}, 0.5F))) << "no group is stepped";
 
   AtenOptimizer<mezzo::optim::Lion> lion({x});
   EXPECT_THROW(lion.apply(lion.plan()), c10::Error);
@@ -444,7 +444,6 @@ TEST(AtenStep, ThrowingGroupIsNotCounted) {
   EXPECT_EQ(steps_of(sgd, y), 0);
 }
 
-/// Otherwise backward would use other weights than forward.
 // found_inf is summed over checks (unscale_ and step) and devices.
 TEST(AtenStep, SkipsForFoundInfAboveOne) {
   const auto parameter = torch::ones({5});
@@ -454,6 +453,7 @@ TEST(AtenStep, SkipsForFoundInfAboveOne) {
   EXPECT_TRUE(torch::equal(parameter, torch::ones({5})));
 }
 
+// Otherwise backward would use other weights than forward.
 TEST(AtenStep, BumpsVersionCounters) {
   const auto parameter = torch::ones({5}).requires_grad_();
   AtenOptimizer<AdamW> adam({parameter}, mezzo::optim::AdamWOptions(1e-2));
@@ -507,7 +507,6 @@ TEST(AccumulateInFloat, PreservesFloat64Gradients) {
   EXPECT_EQ(weight.grad()[0].item<double>(), 1e300);
 }
 
-/// Relative relative_error of `gradient` from `exact`.
 double relative_error(const torch::Tensor& gradient, const torch::Tensor& exact) {
   return ((gradient.to(torch::kDouble) - exact).norm() / exact.norm()).item<double>();
 }

@@ -118,7 +118,7 @@ TYPED_TEST(ParamGroups, ThrowForInvalidOptionAndAreNotAdded) {
       archive.save_to(file);
       own = good;
       EXPECT_THAT(message_of([&] { torch::load(optimizer, file); }), HasSubstr(message + "; "));
-      EXPECT_TRUE(own == good) << "what was there before";
+      EXPECT_TRUE(own == good) << "the options are unchanged";
     }
     own = good;
   }
@@ -128,7 +128,7 @@ TYPED_TEST(ParamGroups, ThrowForInvalidOptionAndAreNotAdded) {
   added.mutable_grad() = torch::ones({2, 2});
   optimizer.step();
   EXPECT_FALSE(torch::equal(added, torch::ones({2, 2})))
-      << "what is added after a refusal is trained";
+      << "a group added after the exception is trained";
 }
 
 TYPED_TEST(ParamGroups, ThrowForOtherOptimizersOptions) {
@@ -294,7 +294,7 @@ TYPED_TEST(ParamGroups, ReplacedParamDropsState) {
     place.mutable_grad() =
         torch::full({2, 2}, 64.0);  // moments that the next parameter would inherit
     optimizer.step();
-    EXPECT_LE(optimizer.state().size(), 1U) << "of a parameter that is gone nothing stays";
+    EXPECT_LE(optimizer.state().size(), 1U) << "the state of a destroyed parameter is erased";
     std::stringstream file;  // loaded states expire too
     torch::save(optimizer, file);
     torch::load(optimizer, file);

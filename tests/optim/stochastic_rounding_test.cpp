@@ -47,7 +47,7 @@ TEST(StochasticRounding, RoundsWithProbabilityOfDistance) {
     EXPECT_LE(seen.size(), 2U);
   }
   for (uint32_t noise = 0; noise < 65536; ++noise) {
-    EXPECT_EQ(static_cast<float>(rounded(1.5F, noise)), 1.5F) << "what is exact stays";
+    EXPECT_EQ(static_cast<float>(rounded(1.5F, noise)), 1.5F) << "exact values are not rounded";
     EXPECT_TRUE(std::isinf(static_cast<float>(rounded(HUGE_VALF, noise))));
     EXPECT_TRUE(std::isnan(static_cast<float>(rounded(std::nanf(""), noise))));
   }
@@ -67,7 +67,7 @@ TEST(RandomBits, AreUniformForEachStepAndParam) {
     for (uint64_t parameter = 0; parameter < 5; ++parameter) {
       const RandomKey key = mezzo::detail::random_key(0, step, parameter, 0);
       std::array<double, 4> means{};
-      std::array<double, 4> products{};  // of neighbours in the order of streams
+      std::array<double, 4> products{};  // of neighboring streams
       for (uint32_t i = 0; i < kCount; ++i) {
         const std::array<uint32_t, 4> noise = noise_of(i, key);
         for (std::size_t k = 0; k < 4; ++k) {
@@ -133,7 +133,7 @@ constexpr int64_t kChunk = mezzo::detail::kMinChunkElements;
 class StochasticRoundingKernel : public testing::TestWithParam<CpuIsa> {
  protected:
   void SetUp() override {
-    if (!mezzo::detail::has_isa(GetParam())) GTEST_SKIP() << "this CPU does not have it";
+    if (!mezzo::detail::has_isa(GetParam())) GTEST_SKIP() << "this CPU lacks the instruction set";
   }
 
   template <bool kAmsgrad>

@@ -323,7 +323,7 @@ TEST(FusedParamState, StepSetterWritesDeviceCount) {
   EXPECT_EQ(state.step(), 5);
   EXPECT_EQ(std::as_const(as_theirs).step(), -1);
   state.step(2);
-  EXPECT_EQ(on_device.item<float>(), 2.0F) << "captured graphs go on from there";
+  EXPECT_EQ(on_device.item<float>(), 2.0F) << "captured graphs count in this tensor";
   as_theirs.step(0);
   EXPECT_EQ(state.step(), 0);
   EXPECT_TRUE(state.step_count().on_device().is_same(on_device)) << "captured graphs write there";

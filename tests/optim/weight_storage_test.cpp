@@ -94,7 +94,7 @@ TEST(SplitWeightFormat, HighBitsAreNearestBfloat16) {
     if (static_cast<float>(own) == static_cast<float>(nearest)) continue;
     const double above = std::abs(static_cast<double>(static_cast<float>(own)) - value);
     const double below = std::abs(static_cast<double>(static_cast<float>(nearest)) - value);
-    EXPECT_EQ(above, below) << value << " is no tie, and was not rounded to nearest";
+    EXPECT_EQ(above, below) << value << " is not a tie, and is not rounded to nearest";
   }
 }
 
@@ -518,7 +518,7 @@ TEST(ExternalWeightWrites, TakeEffectAtNextStep) {
         step(optimizer, {parameter}, 0.5);
         const Tensor wanted = values.to(torch::kFloat) - 0.5;
         const Tensor apart = (parameter.detach().to(torch::kFloat) - wanted).abs();
-        EXPECT_LE(apart.max().item<float>(), 4 * 0x1p-7) << "a digit of numbers below 4 or 8";
+        EXPECT_LE(apart.max().item<float>(), 4 * 0x1p-7) << "one ulp of values below 4 or 8";
         if (!storage_case.is_split) {
           EXPECT_TRUE(parameter.equal(wanted.to(storage_case.dtype)));
         }
@@ -544,7 +544,7 @@ TEST(ExternalWeightWrites, PreserveOtherMasters) {
       }
       step(optimizer, {written}, 0);
       EXPECT_NEAR(written[3].item<float>(), 7, 0x1p-5);
-      EXPECT_LT(alone[0].item<float>(), 1) << "50 steps below a digit add up";
+      EXPECT_LT(alone[0].item<float>(), 1) << "50 updates below one ulp add up";
       EXPECT_TRUE(written.slice(0, 4).equal(alone.slice(0, 4)));
     }
   }
@@ -571,7 +571,7 @@ TEST(ExternalWeightWrites, ZeroInfAndNaNAreExact) {
           if (std::isnan(special[i])) {
             EXPECT_TRUE(std::isnan(now));
           } else if (std::isinf(special[i]) && storage_case.is_split) {
-            EXPECT_GE(std::abs(now), 0x1.FEp127F) << "a digit below inf at the most";
+            EXPECT_GE(std::abs(now), 0x1.FEp127F) << "at most one ulp below inf";
           } else {
             EXPECT_EQ(now, special[i]);
           }
@@ -632,11 +632,11 @@ TEST(ExternalWeightWrites, MasterWritesTakePrecedence) {
     master.copy_(torch::full({kSize}, 8 + 0x1p-12));
     step(optimizer, {parameter}, 0);
     EXPECT_TRUE(parameter.equal(torch::full({kSize}, 8, storage_case.dtype)));
-    EXPECT_TRUE(master.equal(torch::full({kSize}, 8 + 0x1p-12))) << "with its bits";
+    EXPECT_TRUE(master.equal(torch::full({kSize}, 8 + 0x1p-12))) << "the master keeps all bits";
     EXPECT_TRUE(mezzo::master_params(optimizer.ref())[0].is_same(master));
     parameter.fill_(3);
     step(optimizer, {parameter}, 0);
-    EXPECT_TRUE(master.equal(torch::full({kSize}, 3.0))) << "what was written later wins";
+    EXPECT_TRUE(master.equal(torch::full({kSize}, 3.0))) << "the later write takes precedence";
   }
 }
 

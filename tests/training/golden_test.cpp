@@ -4,7 +4,7 @@
 // the results of 50 steps. The columns:
 //
 //   parameters   hash of the parameters after every step
-//   state        hash of the moments, float masters and step counts after the last step
+//   state        hash of the moments, float32 masters and step counts after the last step
 //   scales       hash of the loss scale after every step
 //   results      hash of every StepResult
 //   gradients    hash of `.grad` after every step; - for weights with masters after unscale_, whose
@@ -15,7 +15,7 @@
 // arithmetic, not with libtorch's kernels. Cases with an optimizer of libtorch use learning rates,
 // momenta and scales for which every product is exact, so that fused multiply-adds do not matter.
 //
-// If a change is meant to change bits, record them again, and give the reason in the commit:
+// To record again, after a change that is meant to change results (give the reason in the commit):
 //
 //   MEZZO_RECORD_GOLDEN=tests/training/golden_bits.txt
 //     build/test/tests/mezzo_tests --gtest_filter='GoldenBits.*'

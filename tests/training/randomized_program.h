@@ -4,7 +4,7 @@
 // For each call it
 //
 //   1. adds a line to its report, which is the program as text;
-//   2. computes the expected result with the reference (reference_training.h), or that the call throws;
+//   2. computes with the reference (reference_training.h) the expected result, or that it throws;
 //   3. calls the library;
 //   4. compares all weights, gradients, counts and scales with the reference.
 //
@@ -65,7 +65,7 @@ class Program {
     return static_cast<std::size_t>(random_.below(static_cast<int64_t>(side.weights.size())));
   }
 
-  /// Makes one of the calls, with probabilities proportional to the numbers.
+  /// Makes one of the calls, with the given probability weights.
   void call_random(const std::vector<std::pair<int64_t, std::function<void()>>>& calls) {
     int64_t all = 0;
     for (const auto& [times, call] : calls) all += times;

@@ -124,8 +124,8 @@ class AdamW : public detail::FusedOptimizer<
   ///     AdamW(groups, const AdamWOptions&, const WeightStorageOptions&)
   ///     AdamW(std::vector<at::Tensor> parameters, const AdamWOptions&, const WeightStorageOptions&)
   ///
-  /// \throws c10::Error unless lr, eps and weight_decay are at least 0 and the betas in [0, 1), or if
-  ///   there is no parameter, a parameter appears twice, or two share memory
+  /// \throws c10::Error unless lr, eps and weight_decay are at least 0 and the betas in [0, 1), or
+  ///   if there is no parameter, a parameter appears twice, or two share memory
   using FusedOptimizer::FusedOptimizer;
 };
 
@@ -135,8 +135,6 @@ class Adam : public detail::FusedOptimizer<
                  detail::AdamTraits<AdamOptions, AdamParamState, /*kIsDecoupled=*/false>> {
  public:
   /// AdamW's constructors with AdamOptions.
-  /// \throws c10::Error unless lr, eps and weight_decay are at least 0 and the betas in [0, 1), or if
-  ///   there is no parameter, a parameter appears twice, or two share memory
   using FusedOptimizer::FusedOptimizer;
 };
 

@@ -1,5 +1,5 @@
 /// \file
-/// AdamW8bit: AdamW with moments of 8 bits, in bitsandbytes' format.
+/// AdamW8bit: AdamW with 8-bit moments, in bitsandbytes' format.
 #pragma once
 
 #include <mezzo/base/version.h>
@@ -27,7 +27,7 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace optim {
 
-/// Options of AdamW8bit besides AdamW's.
+/// Options of AdamW8bit for all groups, in addition to each group's torch::optim::AdamWOptions.
 struct AdamW8bitOptions {
   /// Parameters with float32 moments. Include embeddings, as in the paper: small moments of a row
   /// are quantized to 0 if another row of the same block has larger gradients.
@@ -168,7 +168,7 @@ inline void AdamW8bit::check_gradient(const at::Tensor& parameter) {
       "AdamW8bit supports float32 and bfloat16 parameters with gradients of the same dtype or "
       "float32, and the gradient of ",
       description().describe_param(parameter), " is ", detail::describe(gradient),
-      "; cast the model before the optimizer is made");
+      "; cast the model before the optimizer is constructed");
   const auto found = state_.find(parameter.unsafeGetTensorImpl());
   if (found == state_.end()) return;
   const auto* const state = dynamic_cast<const AdamW8bitParamState*>(found->second.get());

@@ -1,5 +1,4 @@
-// The rules, and all loops over gradients and parameters, compiled once: see
-// mezzo/optim/compiled.h.
+// The kernels and optimizers of mezzo::compiled, instantiated once; see mezzo/optim/compiled.h.
 #include <mezzo/kernels/grad_stats_cpu.h>
 #include <mezzo/kernels/unscale.h>
 #include <mezzo/optim/compiled.h>

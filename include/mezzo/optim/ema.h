@@ -32,9 +32,10 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 struct EmaOptions {
   /// Coefficient of the average in an update; in [0, 1).
   double decay = 0.999;
-  /// Returns the float32 masters to average instead of the first parameters, in order; undefined,
-  /// or the parameter, for one without a master. Called at construction and at each update, since
-  /// `load` replaces masters. Usually `[&] { return mezzo::master_params(optimizer); }`.
+  /// Returns the float32 masters to average instead of the parameters, in their order; undefined,
+  /// or the parameter, for one without a master. Parameters beyond the returned ones have none.
+  /// Called at construction and at each update, since `load` replaces masters. Usually
+  /// `[&] { return mezzo::master_params(optimizer); }`.
   std::function<std::vector<at::Tensor>()> masters = nullptr;
 };
 
@@ -51,8 +52,8 @@ struct EmaOptions {
 /// later need another Ema. Movable, not copyable. Not thread-safe.
 class Ema {
  public:
-  /// \throws c10::Error unless decay is in [0, 1), the parameters are dense and floating, and masters
-  ///   have the parameters' shapes
+  /// \throws c10::Error unless decay is in [0, 1), the parameters are dense and floating, and
+  ///   masters have the parameters' shapes
   explicit Ema(std::vector<at::Tensor> parameters, EmaOptions options = {});
   Ema(const Ema&) = delete;
   Ema& operator=(const Ema&) = delete;
@@ -63,8 +64,8 @@ class Ema {
   ~Ema() = default;
 
   /// Computes averages = decay * averages + (1 - decay) * weights. Asynchronous.
-  /// \throws c10::Error, with the strong exception guarantee, if a shape has changed or an EmaGuard is
-  ///   alive
+  /// \throws c10::Error, with the strong exception guarantee, if a shape has changed or an EmaGuard
+  ///   is alive
   void update();
 
   /// Updates if the step was applied. Asynchronous: if the device decided the step, it also decides
@@ -118,11 +119,11 @@ inline void Ema::check_parameters() const {
                 " holds its average while an EmaGuard is alive; end its scope first");
     TORCH_CHECK(parameters_[i].sizes() == averages_[i].sizes(),
                 "Ema: ", detail::describe_param(i, parameters_[i]), " had the shape ",
-                averages_[i].sizes(), " when this Ema was made; make a new Ema");
+                averages_[i].sizes(), " when this Ema was constructed; construct a new Ema");
   }
 }
 
-/// Returns the tensors to average (masters where given), in the order of the parameters.
+/// Returns the tensors to average: the master of each parameter that has one, else the parameter.
 inline std::vector<at::Tensor> Ema::get_weights() const {
   check_parameters();
   if (!options_.masters) return parameters_;
@@ -201,8 +202,8 @@ inline void Ema::update(const StepResult& result) {
 }
 
 /// `torch::save(ema, path)` and `torch::load(ema, path)` save and load the averages, not the decay
-/// (include <torch/serialize.h>). Loading throws c10::Error, with the strong exception guarantee, if the
-/// shapes differ.
+/// (include <torch/serialize.h>). Loading throws c10::Error, with the strong exception guarantee,
+/// if shapes or dtypes differ.
 inline torch::serialize::OutputArchive& operator<<(torch::serialize::OutputArchive& archive,
                                                    const Ema& ema) {
   archive.write("averages", c10::IValue(ema.averages()));

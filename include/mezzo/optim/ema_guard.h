@@ -23,15 +23,15 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 /// bitwise identically, also with masters. Needs memory for one copy of the weights.
 ///
 /// Only evaluate within the scope: writes to the parameters, and gradients, are lost at its end.
-/// CheckpointManager (mezzo/checkpoint/checkpoint.h) throws for saving or loading such parameters,
-/// Ema for an update, and a nested EmaGuard. Buffers keep their training values: for batch norm
+/// Within it, saving or loading a checkpoint (mezzo/checkpoint/checkpoint.h), Ema::update and a
+/// nested EmaGuard throw for these parameters. Buffers keep their training values: for batch norm
 /// statistics of the averaged weights, run some batches in training mode and restore the buffers
 /// afterwards. Existing views of the parameters and captured CUDA graphs keep using the training
 /// weights. No other thread may use the parameters during construction and destruction.
 class [[nodiscard]] EmaGuard {
  public:
-  /// \throws c10::Error, with the strong exception guarantee, if the shapes of a parameter and its average
-  ///   differ, or an EmaGuard of the parameter is alive
+  /// \throws c10::Error, with the strong exception guarantee, if the shapes of a parameter and its
+  ///   average differ, or an EmaGuard of the parameter is alive
   explicit EmaGuard(const Ema& ema) {
     const c10::NoGradGuard no_grad;
     ema.check_parameters();

@@ -51,9 +51,8 @@ struct FlatGradBucket {
 /// thread-safe.
 class GradBuckets {
  public:
-  /// \param parameters  distinct leaf tensors of float32, float64, bfloat16 or float16; they need
-  /// not
-  ///   require grad
+  /// \param parameters  distinct leaf tensors of float32, float64, bfloat16 or float16, with or
+  ///   without requires_grad
   /// \throws c10::Error naming the parameter or the option
   inline explicit GradBuckets(const std::vector<at::Tensor>& parameters,
                               const GradBucketsOptions& options = {});
@@ -69,8 +68,8 @@ class GradBuckets {
 
   /// Copies every gradient to its bucket view, converted to the bucket's dtype, and makes `.grad`
   /// the view. Zeroes the view of a parameter without a gradient.
-  /// \throws c10::Error, naming the parameter, if a gradient is not dense, has another shape or device
-  ///   than its parameter, or is float32 and its bucket 16-bit
+  /// \throws c10::Error, naming the parameter, if a gradient is not dense, has another shape or
+  ///   device than its parameter, or is float32 and its bucket 16-bit
   void copy_grads_to_buckets() {
     clone_swapped_gradients();
     for (std::size_t param_index = 0; param_index < parameters_.size(); ++param_index) {

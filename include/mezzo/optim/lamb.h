@@ -82,8 +82,8 @@ using LAMBParamState = torch::optim::AdamWParamState;
 class LAMB : public detail::TorchOptimizerBase<LAMB, LAMBOptions, LAMBParamState> {
  public:
   /// Constructs from param groups or parameters, and LAMBOptions, which have defaults.
-  /// \throws c10::Error unless lr, eps and weight_decay are at least 0 and the betas in [0, 1), or if
-  ///   there is no parameter, a parameter appears twice, or two share memory
+  /// \throws c10::Error unless lr, eps and weight_decay are at least 0 and the betas in [0, 1), or
+  ///   if there is no parameter, a parameter appears twice, or two share memory
   using TorchOptimizerBase::TorchOptimizerBase;
 
  private:

@@ -86,8 +86,6 @@ namespace optim {
 class Lion : public detail::FusedOptimizer<detail::LionTraits<LionOptions, LionParamState>> {
  public:
   /// AdamW's constructors with LionOptions.
-  /// \throws c10::Error unless lr and weight_decay are at least 0 and the betas in [0, 1), or if there is
-  ///   no parameter, a parameter appears twice, or two share memory
   using FusedOptimizer::FusedOptimizer;
 };
 

@@ -69,14 +69,14 @@ double compute_factor(const Curve& curve, int64_t applied_steps, const Decay& de
 //   factor = initial_factor + (1 - initial_factor) n / w         for n < w
 //   factor = min_factor + (1 - min_factor) f(p, q)               for n >= w
 //
-// f and the equal functions of Hugging Face's transformers are given for each curve. They agree for
-// w = T too: the cosine ends at 1 and the polynomial at min_factor.
+// Each curve names its f and the function of Hugging Face's transformers that it equals, also for
+// w = T: there the cosine ends at 1 and the polynomial at min_factor.
 //
-// factor() throws c10::Error, naming the member, unless n >= 0, 0 <= w <= T, T >= 1 and both factors
-// are in [0, 1].
+// factor() throws c10::Error, naming the member, unless applied_steps >= 0, 0 <= w <= T, T >= 1 and
+// both factors are in [0, 1].
 
 /// f = q^power: get_polynomial_decay_schedule_with_warmup (lr_end = min_factor * lr), and with
-/// power 1 get_linear_schedule_with_warmup. With min_factor = 1 a warmup alone.
+/// power 1 get_linear_schedule_with_warmup. min_factor = 1: warmup only.
 struct PolynomialCurve {
   int64_t warmup_steps = 0;   ///< w
   int64_t total_steps = 0;    ///< T, warmup included

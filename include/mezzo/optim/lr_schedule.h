@@ -56,9 +56,9 @@ class LrSchedule {
     num_known_steps_ = applied_steps();
     set_optimizer_lrs();
   }
-  /// Moves the schedule; only the new object sets the lrs.
+  /// Moves the schedule: the source no longer sets the lrs.
   LrSchedule(LrSchedule&&) noexcept = default;
-  /// Moves the schedule, and ends the current one.
+  /// Moves the schedule, replacing this one.
   LrSchedule& operator=(LrSchedule&&) noexcept = default;
   LrSchedule(const LrSchedule&) = delete;  // a copy would set the same lrs
   LrSchedule& operator=(const LrSchedule&) = delete;

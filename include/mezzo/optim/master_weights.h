@@ -20,8 +20,8 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
 /// Wraps a torch::optim or custom optimizer to update float32 masters of its float16 and bfloat16
-/// parameters (Apex's `master_weights`), so that updates smaller than a 16-bit rounding error are
-/// not lost.
+/// parameters (Apex's `master_weights`), so that updates below the 16-bit rounding error are not
+/// lost.
 ///
 /// After `mezzo::MasterWeights masters(sgd)` pass `masters` to the GradScaler, not `sgd`, which
 /// would update the 16-bit parameters. MasterWeights is not a torch::optim::Optimizer: groups,
@@ -38,8 +38,8 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 class MasterWeights : public optim::MixedPrecisionOptimizer, public optim::ArchiveChecker {
  public:
   /// Keeps a reference to `optimizer`.
-  /// \throws c10::Error for torch::optim::LBFGS, for a mezzo optimizer, and for a 16-bit parameter that
-  ///   appears twice or shares memory with another
+  /// \throws c10::Error for torch::optim::LBFGS, for a mezzo optimizer, and for a 16-bit parameter
+  ///   that appears twice or shares memory with another
   explicit MasterWeights(torch::optim::Optimizer& optimizer);
   MasterWeights(const MasterWeights&) = delete;
   MasterWeights& operator=(const MasterWeights&) = delete;

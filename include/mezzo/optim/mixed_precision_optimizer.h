@@ -25,14 +25,15 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace optim {
 
-/// Base of optimizers whose state is partitioned over ranks. `load` is called with all states on
+/// Tag of optimizers whose state is partitioned over ranks. `load` is called with all states on
 /// the CPU, and moves those that this rank owns to the devices of their parameters.
 struct ShardedState {
   virtual ~ShardedState() = default;
 };
 
-/// An optimizer that unscales, clips, updates and zeroes gradients in one pass over memory, without
-/// host synchronization: the device decides whether the step is skipped.
+/// Interface of optimizers whose step unscales, checks and clips the gradients itself: mezzo's, in
+/// one pass over memory and without host synchronization, since the device decides whether the step
+/// is skipped; and MasterWeights, which wraps another optimizer and synchronizes once.
 ///
 /// \code
 ///   StepPlan plan = optimizer.plan();
@@ -44,8 +45,7 @@ struct ShardedState {
 /// between `plan` and `apply`. The optimizer counts applied steps: on the host for CPU parameters,
 /// otherwise on the device that decides the step.
 ///
-/// mezzo's optimizers are torch::optim::Optimizers and MixedPrecisionOptimizers. MasterWeights is a
-/// MixedPrecisionOptimizer that wraps another optimizer.
+/// mezzo's are also torch::optim::Optimizers; MasterWeights is not.
 class MixedPrecisionOptimizer {
  public:
   MixedPrecisionOptimizer() = default;
@@ -139,7 +139,7 @@ class MixedPrecisionOptimizer {
   }
 
   /// Returns the parameters that have a gradient, checked. Writes no parameter.
-  /// \throws c10::Error, naming the parameter or option, if `apply` could not take the step
+  /// \throws c10::Error, naming the parameter or option, if `apply` does not support the step
   virtual StepPlan plan() = 0;
 
   /// Returns statistics of the plan's gradients over all devices, on the device of the first
@@ -151,8 +151,8 @@ class MixedPrecisionOptimizer {
   }
 
   /// Applies the step, or skips it if `stats.found_inf` is nonzero: parameters, moments and counts
-  /// then do not change. Runs on the current streams. Synchronizes only if the parameters are on
-  /// several devices.
+  /// then do not change. Runs on the current streams. mezzo's optimizers synchronize only if the
+  /// parameters are on several devices.
   virtual void apply(StepPlan plan, const GradStats& stats = {},
                      const StepOptions& options = {}) = 0;
 

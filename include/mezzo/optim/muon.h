@@ -92,8 +92,8 @@ using MuonParamState = torch::optim::SGDParamState;
 class Muon : public detail::TorchOptimizerBase<Muon, MuonOptions, MuonParamState> {
  public:
   /// Constructs from param groups or parameters, and MuonOptions, which have defaults.
-  /// \throws c10::Error for a parameter that is not 2D or complex, options out of range, or if there is
-  ///   no parameter, a parameter appears twice, or two share memory
+  /// \throws c10::Error for options out of range, a parameter that is not 2D or is complex, or if
+  ///   there is no parameter, a parameter appears twice, or two share memory
   using TorchOptimizerBase::TorchOptimizerBase;
 
  private:

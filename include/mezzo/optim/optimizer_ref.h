@@ -25,7 +25,7 @@ namespace detail {
 /// it was applied. Compared, never dereferenced.
 inline thread_local const torch::optim::Optimizer* skipped_optimizer = nullptr;
 
-/// A MixedPrecisionOptimizer that wraps an optimizer and is none itself, as MasterWeights.
+/// A MixedPrecisionOptimizer that is not a torch::optim::Optimizer but wraps one, as MasterWeights.
 template <class T>
 concept OptimizerWrapper = std::derived_from<T, optim::MixedPrecisionOptimizer> &&
     !std::derived_from<T, torch::optim::Optimizer>;
@@ -48,7 +48,7 @@ class OptimizerRef {
 
   /// Returns the optimizer that holds the param groups; for a MasterWeights the one that it wraps.
   torch::optim::Optimizer& optimizer() const noexcept { return *optimizer_; }
-  /// Returns the optimizer as a MixedPrecisionOptimizer; null if it is none.
+  /// Returns the optimizer as a MixedPrecisionOptimizer; null if it is not one.
   optim::MixedPrecisionOptimizer* mixed_precision() const noexcept { return mixed_precision_; }
 
   /// Steps with the gradients as they are. Calls `closure` first, if given, and returns its loss.

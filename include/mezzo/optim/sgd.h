@@ -72,8 +72,8 @@ struct SgdTraits : OptimizerTraits<OptionsT, State, SgdFunctor<false>, SgdFuncto
     hyper_params.has_extra_moment = options.momentum() != 0;
     // Without dampening a buffer of zeros becomes the first gradient.
     hyper_params.starts_as_gradient = options.momentum() != 0 && options.dampening() != 0;
-    // ATen's kernel gets a buffer of zeros and is_first_step = false, since the host does not know
-    // whether the device skipped the first step.
+    // ATen's kernel gets a buffer of zeros and is_first_step = false, since the device may have
+    // skipped the first step.
     if (hyper_params.starts_as_gradient) {
       hyper_params.aten_unsupported_reason =
           "ATen's kernel dampens the first step too, if dampening is not 0";
@@ -106,9 +106,8 @@ namespace optim {
 class SGD : public detail::FusedOptimizer<detail::SgdTraits<SGDOptions, SGDParamState>> {
  public:
   /// AdamW's constructors with SGDOptions, which have no default.
-  /// \throws c10::Error unless lr, momentum and weight_decay are at least 0 and, with nesterov, momentum
-  ///   is positive and dampening 0; or if there is no parameter, a parameter appears twice, or two share
-  ///   memory
+  /// \throws c10::Error unless lr, momentum and weight_decay are at least 0 and, with nesterov,
+  ///   momentum is positive and dampening 0; for parameters as AdamW's
   using FusedOptimizer::FusedOptimizer;
 };
 

@@ -20,33 +20,33 @@ struct GroupHyperParams {
   FunctorArgs functor_args{};        ///< hyperparameters of the update functor
   bool has_extra_moment = false;     ///< selects ExtraMomentFunctor (amsgrad, momentum)
   int num_moments = 0;               ///< 0 for SGD without momentum
-  bool starts_as_gradient = false;  ///< the first momentum buffer is the first gradient (dampening)
+  bool starts_as_gradient = false;   ///< SGD's: the first momentum buffer is the first gradient
   const char* aten_unsupported_reason = nullptr;  ///< null if ATen's kernels support the group
 };
 
 }  // namespace detail
 
 /// The parameters of one step, with their gradients and states. MixedPrecisionOptimizer::plan makes
-/// a plan and checks all of it; `apply` consumes it. A plan is never kept for another step.
+/// a plan and checks all of it; `apply` consumes it.
 struct StepPlan {
-  /// A parameter with a gradient. Every optimizer sets `storage` (`fp32_master` in MasterWeights);
-  /// mezzo's optimizers also set the group, the index and the pointers that exist before the step.
+  /// A parameter with a gradient. MasterWeights sets `storage`; mezzo's optimizers also set the
+  /// group, the index, the dtypes and the pointers that exist before the step.
   struct Param : detail::ParamArgs {
     const at::Tensor* parameter = nullptr;               ///< in the optimizer's param groups
-    at::Tensor gradient{};                               ///< dense
+    at::Tensor gradient{};                               ///< dense if has_checked_gradients
     torch::optim::OptimizerParamState* state = nullptr;  ///< null before the first step
   };
 
   std::vector<Param> params{};                     ///< grouped by device
   std::vector<detail::GroupHyperParams> groups{};  ///< one for each param group
   bool spans_devices = false;                      ///< gradients are on several devices
-  bool has_checked_gradients = false;  ///< gradients are dense, of a supported dtype and device
+  bool has_checked_gradients = false;              ///< no gradient is sparse
   /// A gradient is float16 and its parameter has no master: unscaled, it may underflow.
   bool has_fp16_without_master = false;
   /// Other ranks have gradients. All ranks then run the step, including those without gradients.
   bool other_ranks_have_grads = false;
 
-  /// Returns whether any rank has a gradient.
+  /// Returns whether this or another rank has a gradient.
   bool has_params() const noexcept { return other_ranks_have_grads || !params.empty(); }
 };
 

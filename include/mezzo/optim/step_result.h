@@ -37,10 +37,10 @@ class StepResult {
     std::optional<at::Tensor> step_return = std::nullopt;  ///< see StepResult::step_return
   };
 
-  /// Makes a completed result.
+  /// Constructs a completed result.
   explicit StepResult(Values values) : known_(std::move(values)) {}
 
-  /// Makes a result with the values of `future`.
+  /// Constructs a result with the values of `future`.
   /// \throws c10::Error if `future` is null
   explicit StepResult(std::shared_ptr<StepFuture> future);
 
@@ -87,7 +87,7 @@ class StepResult {
   Values known_;
 };
 
-/// The values of a step that a device decides (c10::ivalue::Future for a StepResult).
+/// The future values of a step that a device decides.
 class StepFuture {
  public:
   StepFuture() = default;

@@ -25,7 +25,7 @@ namespace detail {
 
 /// Base of an optimizer's traits, which add
 ///   kName, kOptionsName;
-///   read_hyperparams(options, hyper_params), which checks the options of a group and converts them;
+///   read_hyperparams(options, hyper_params), which checks and converts the options of a group;
 ///   aten_step(hyper_params, lists, amp_args), the step with ATen's fused kernel, unless
 ///     read_hyperparams sets hyper_params.aten_unsupported_reason.
 template <class OptionsT, class StateT, class FunctorT, class ExtraMomentFunctorT = FunctorT>

@@ -113,7 +113,7 @@ class FusedOptimizerBase : public torch::optim::Optimizer, public optim::MixedPr
   MEZZO_INLINE void apply_impl(StepPlan& plan, const GradStats& stats, const StepOptions& options,
                                bool with_aten);
   /// Adds `parameter` to `plan` if it has a gradient.
-  /// \throws c10::Error, naming the parameter, if `apply` could not take the step
+  /// \throws c10::Error, naming the parameter, if `apply` does not support its step
   MEZZO_INLINE void add_param(StepPlan& plan, const at::Tensor& parameter, std::size_t group,
                               std::size_t param_index);
   /// Writes `serialized` under torch's keys, and what torch lacks under mezzo's.

@@ -157,7 +157,7 @@ inline void warn_unused_storage(optim::WeightStorage storage,
       optimizer,
       ": WeightStorage::split_master and stochastic_rounding are for bfloat16 parameters, and "
       "this model has none: they have no effect. Cast it with model->to(torch::kBFloat16) "
-      "before the optimizer is made.");
+      "before the optimizer is constructed.");
 }
 
 /// Prefetches the first cache lines of an object.

@@ -41,8 +41,8 @@ class FusedParamStateBase : public MasterState {
   virtual at::Tensor& moment(int k) noexcept = 0;
   /// Returns the number of steps applied to the parameter.
   virtual StepCount step_count() noexcept = 0;
-  /// The parameter, set by the first step. torch finds a state by its parameter's address, which
-  /// this reference keeps from being reused.
+  /// Weak reference to the parameter, set by the first step. torch finds a state by its parameter's
+  /// address, which this reference keeps from being reused.
   std::optional<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> owner{};
 };
 

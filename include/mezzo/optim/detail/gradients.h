@@ -26,7 +26,7 @@
 #include <utility>
 #include <vector>
 
-// Gradients of any optimizer: plan, statistics, clipping.
+// Gradients of any optimizer: step plan, statistics, clipping.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 

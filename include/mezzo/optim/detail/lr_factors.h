@@ -117,7 +117,7 @@ class LrFactors {
   std::vector<double> lrs(const Groups& groups, int64_t applied_steps) const {
     return scheduled_.next_lrs(groups, factor_after(table_, applied_steps));
   }
-  /// Sets the `lr` options to the base lrs.
+  /// Sets the `lr` options to `lrs`, which the next set_optimizer_lrs makes the base lrs.
   void set_base_lrs(Groups& groups, const std::vector<double>& lrs) {
     for (std::size_t i = 0; i < groups.size(); ++i) groups[i].options().set_lr(lrs[i]);
     scheduled_ = {};

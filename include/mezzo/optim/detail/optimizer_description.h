@@ -132,18 +132,18 @@ inline void check_dense_gradient(const at::Tensor& parameter,
   TORCH_CHECK(
       is_dense_memory(parameter), optimizer, ": ", optimizer.describe_param(parameter),
       " has non-contiguous or overlapping storage; pass the whole tensor that it is a view of, "
-      "or call contiguous() before the optimizer is made");
+      "or call contiguous() before the optimizer is constructed");
 }
 
-/// \throws c10::Error while an EmaGuard replaces `parameter` by its average, from which a master or a
-///   saved value would be made
+/// \throws c10::Error while an EmaGuard replaces `parameter` by its average, which would end up in
+///   a master or an archive
 inline void check_not_averaged(const at::Tensor& parameter, const OptimizerDescription& optimizer) {
   TORCH_CHECK(!is_averaged(parameter), optimizer, ": ", optimizer.describe_param(parameter),
               " holds an average while an EmaGuard is alive; end its scope first");
 }
 
-/// \throws c10::Error if a parameter appears twice or two share memory: two threads would update the
-///   same memory, or two masters would be rounded into it
+/// \throws c10::Error if a parameter appears twice or two share memory: two threads would update
+///   the same memory, or two masters would be rounded into it
 inline void check_no_duplicates(const std::vector<at::Tensor>& all,
                                 const OptimizerDescription& optimizer) {
   std::unordered_set<const c10::TensorImpl*> seen;

@@ -21,14 +21,15 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// Base (CRTP) of optimizers that a GradScaler treats as torch's: not element-wise, of ATen ops.
+/// Base (CRTP) of LAMB, Muon and AdamW8bit, which a GradScaler treats as torch's optimizers.
 /// Implements param groups, archives and closures. `Derived` has:
 ///
 ///     static constexpr const char *kName, *kOptionsName;
 ///     static void check_options(const Options&);
 ///     void update();
 ///
-/// and may hide check_parameter, check_gradient, check_state and check_extra_keys.
+/// and may hide get_or_create_state, check_parameter, check_gradient, check_state and
+/// check_extra_keys.
 template <class Derived, class Options, class State>
 class TorchOptimizerBase : public torch::optim::Optimizer, public optim::ArchiveChecker {
  public:
