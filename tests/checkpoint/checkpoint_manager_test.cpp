@@ -177,7 +177,7 @@ TEST(CheckpointManager, LockEndsWithProcessDespiteForkedChild) {
   if (trainer == 0) {
     CheckpointManager checkpoints(temp_dir.path());
     checkpoints.save(state, 1);
-    if (fork() == 0) {  // a worker of its data loader, say
+    if (fork() == 0) {  // such as a data loader worker
       saved.give();
       over.await();
       _exit(0);

@@ -334,10 +334,10 @@ TEST(CheckpointCorruption, ThrowsForNewerFormat) {
 /// Counts system calls, one of which fails.
 struct Faults {
   std::string failing = "";  // its name
-  int number = 0;            // which one of that name, from 1; 0 for none
+  int number = 0;            // of the failing call among those of that name, from 1; 0 for none
   int error = EIO;
-  bool is_short = false;  // a write of some bytes first, which is no failure
-  bool kills = false;     // in place of failing
+  bool is_short = false;  // writes are short, which is not a failure
+  bool kills = false;     // instead of failing
   std::vector<std::string> log = {};
 
   bool fails(const std::string& name) {
@@ -363,7 +363,7 @@ struct Faults {
     };
     calls.fsync = [this, real = calls.fsync](int file) { return fails("fsync") ? -1 : real(file); };
     calls.close = [this, real = calls.close](int file) {
-      if (file != created) return real(file);  // of a file that is read, or of a directory
+      if (file != created) return real(file);  // a file that is read, or a directory
       created = -1;
       const bool is_refused = fails("close");
       return real(file) == 0 && !is_refused ? 0 : -1;
@@ -427,8 +427,7 @@ bool survives(const std::string& name, int number, int error, bool is_short) {
   EXPECT_TRUE(checkpoints.load_latest(run.state));
   EXPECT_TRUE(run.is(saved ? 2 : 1)) << name << ' ' << number;
   EXPECT_EQ(checkpoints.checkpoints().size(), saved ? 2U : 1U);
-  // Calls after which the checkpoint is saved although they fail: close, and fsync of the
-  // directory.
+  // Only close and the fsync of the directory can fail after the checkpoint is saved.
   if (came_to_it && saved) {
     EXPECT_THAT(warnings, ElementsAre(HasSubstr("may not survive a system crash")));
   }
@@ -473,7 +472,7 @@ TEST(CheckpointFaultInjection, RetriesInterruptedCalls) {
   EXPECT_GT(interrupted, 4);
 }
 
-/// System calls of which every directory fsync fails.
+/// System calls that fail every fsync of a directory.
 Syscalls failing_directory_fsync(int error) {
   Syscalls calls = libc_syscalls();
   calls.fsync = [error](int file) {
@@ -590,7 +589,7 @@ void save_in_killed_child(const std::filesystem::path& directory, int64_t value,
   ASSERT_GE(child, 0);
   if (child == 0) {
     at::set_num_threads(1);  // the parent's pool has no threads here
-    ::alarm(60);             // should the call never come
+    ::alarm(60);             // if the call never occurs
     Training run(kLarge);
     CheckpointManager checkpoints(directory);
     const ScopedSyscalls failing(faults.calls());
@@ -634,7 +633,7 @@ TEST(CheckpointKills, KillInAnySyscallLeavesIntactCheckpoint) {
     }
     CheckpointManager checkpoints(temp_dir.path());
     save(checkpoints, run, value + 1);
-    EXPECT_THAT(list_temporaries(temp_dir.path()), IsEmpty()) << "what the killed ones left";
+    EXPECT_THAT(list_temporaries(temp_dir.path()), IsEmpty()) << "left by a killed process";
     EXPECT_EQ(checkpoints.checkpoints().size(), 2U);
   }
 }

@@ -67,7 +67,7 @@ std::vector<MaliciousFile> malicious_files() {
       {"DictInItself", "}q" + byte(0) + text("a") + "h" + byte(0) + "s", "in itself"},
       {"ListChangedInAnother", "]]q" + byte(0) + "ah" + byte(0) + "K" + byte(1) + "a",
        "in another"},
-      {"KeysThatCollide", colliding_keys(), "hash collisions"},
+      {"CollidingKeys", colliding_keys(), "hash collisions"},
       {"DeepLists", std::string(1000, ']') + std::string(999, 'a'), "more than 64 deep"},
       {"DeepTuples", ")" + std::string(1000, '\x85'), "more than 64 deep"},
       {"DoubledLists", sharing, ""},
@@ -106,7 +106,7 @@ std::vector<MaliciousFile> malicious_files() {
       {"NegativeSize", tensor(four, 0, {-1}, {1}), "size, stride or offset"},
       {"MoreSizesThanStrides", tensor(four, 0, {1, 1}, {1}), "numbers of sizes and strides"},
       {"OverflowingShape", tensor(four, 0, {int64_t{1} << 62, 4, 0}, {1, 1, 1}), "out of bounds"},
-      {"NoTensorButAStorage", four, "a class or a storage"},
+      {"StorageAsValue", four, "a class or a storage"},
       {"QuantizerLongerThanItsBytes",
        quantized(storage("QInt8Storage", "0", 1), {1}, {1}, "per_channel_affine",
                  tensor(four, 0, {1000000000}, {1}) + ones + integer(0)),
@@ -122,17 +122,17 @@ std::vector<MaliciousFile> malicious_files() {
       {"QuantizedFloats",
        quantized(four, {1}, {1}, "per_tensor_affine", "G" + std::string(8, '\0') + integer(0)),
        "does not match its quantizer"},
-      {"CallOfTheSystem", global("os", "system") + "(" + text("true") + "tR", "it names os.system"},
+      {"CallOfOsSystem", global("os", "system") + "(" + text("true") + "tR", "it names os.system"},
       {"CallOfANumber", integer(1) + ")R", "not a function"},
       {"AttributesOfAList", "]}b", "attributes"},
-      {"ObjectAsAName", "}])s", "a key that is a list"},
+      {"ListAsKey", "}])s", "a key that is a list"},
       {"LongInteger", "\x8a\x09" + std::string(9, '\1'), "integer of 9 bytes"},
-      {"UnknownInstruction", "I1\n", "opcode 73"},
-      {"NothingToAppendTo", "a", "not a list"},
+      {"UnknownOpcode", "I1\n", "opcode 73"},
+      {"AppendToDict", "a", "not a list"},
       {"MemoWithoutValue", "h" + byte(9), "memo entry"},
-      {"MarkThatIsMissing", "t", "lacks a mark"},
-      {"TextThatIsCutOff", "X" + number(0xFFFFFFFF, 4) + "a", "truncated"},
-      {"RecordThatIsMissing", tensor(storage("FloatStorage", "none", 1), 0, {1}, {1}), "data/none"},
+      {"MissingMark", "t", "lacks a mark"},
+      {"TruncatedString", "X" + number(0xFFFFFFFF, 4) + "a", "truncated"},
+      {"MissingRecord", tensor(storage("FloatStorage", "none", 1), 0, {1}, {1}), "data/none"},
   };
 }
 
@@ -182,7 +182,7 @@ TEST(CheckpointMaliciousFile, ThrowsForOptimizerWithoutGroups) {
               testing::HasSubstr("0 in the checkpoint, 1 in the current optimizer"));
 }
 
-// Operations on them would read out of bounds.
+// Operations on such tensors would read out of bounds.
 TEST(CheckpointMaliciousFile, ThrowsForSparseIndicesOutOfBounds) {
   using namespace bytes;
   const std::string index = tensor(storage("LongStorage", "1", 1), 0, {1}, {1});

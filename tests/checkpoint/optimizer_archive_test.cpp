@@ -1,5 +1,5 @@
-// An optimizer loads an archive, by torch::save or Python, only if the whole archive fits its class
-// and parameters. Otherwise it throws and changes nothing.
+// An optimizer loads an archive of torch::save or Python only if it matches class and parameters;
+// otherwise it throws and changes nothing.
 
 #include <mezzo/checkpoint/checkpoint.h>
 #include <mezzo/checkpoint/detail/archive_conversion.h>
@@ -128,7 +128,7 @@ TEST(OptimizerArchive, OtherClassArchiveThrowsWithoutChanges) {
     Training source(saved.make);
     source.step();
     for (const Class& loaded : classes()) {
-      if (!loaded.is_mezzos) continue;  // libtorch's own load reads anything
+      if (!loaded.is_mezzos) continue;  // libtorch's load checks nothing
       Training run(loaded.make);
       run.step(1);
       const std::string before = run.bits(), error = run.load_error(source.archive());
@@ -282,7 +282,7 @@ std::vector<PythonFile> python_files() {
       bytes::tensor(bytes::storage("ByteStorage", "0", 4), 0, {4}, {1});
   return {
       {"AdamW", python_state(moments, adamw), "no error"},
-      {"BetasAreIntegers", python_state(moments, ints), "no error"},
+      {"IntegerBetas", python_state(moments, ints), "no error"},
       {"SGD",
        python_state(dict({{"momentum_buffer", kFour}}),
                     {{"momentum", real(0.9)}, {"dampening", real(0)}, {"nesterov", "\x89"}}),
@@ -293,20 +293,20 @@ std::vector<PythonFile> python_files() {
        "lacks"},
       {"OtherMoments", python_state(dict({{"step", kOne}, {"square_avg", kFour}}), adamw),
        "square_avg"},
-      {"MomentIsMissing", python_state(dict({{"step", kOne}, {"exp_avg", kFour}}), adamw),
+      {"MissingMoment", python_state(dict({{"step", kOne}, {"exp_avg", kFour}}), adamw),
        "lacks .exp_avg_sq"},
-      {"MomentIsOfBytes",
+      {"ByteMoment",
        python_state(dict({{"step", kOne}, {"exp_avg", bytes_of_codes}, {"exp_avg_sq", kFour}}),
                     adamw),
        "floating dtype"},
-      {"MomentIsOfAnotherShape",
+      {"MomentOfOtherShape",
        python_state(dict({{"step", kOne}, {"exp_avg_sq", kFour}, {"exp_avg", kOne}}), adamw),
        "shape"},
-      {"MomentIsText",
+      {"StringMoment",
        python_state(dict({{"step", kOne}, {"exp_avg", bytes::text("a")}, {"exp_avg_sq", kFour}}),
                     adamw),
        "not a tensor"},
-      {"OptionIsText", python_state(moments, of_text), "another class|corrupt|uple"},
+      {"StringOption", python_state(moments, of_text), "another class|corrupt|uple"},
   };
 }
 

@@ -150,7 +150,7 @@ TEST(CheckpointOptimizerIdentity, ThrowsForOtherWeightStorage) {
               HasSubstr("fp32_master in the checkpoint"));
   EXPECT_EQ(error(WeightStorage::plain, WeightStorage::fp32_master, torch::kBFloat16), "no error");
   EXPECT_EQ(error(WeightStorage::fp32_master, WeightStorage::plain, torch::kFloat), "no error")
-      << "weights of float are stored in one way only";
+      << "float32 weights need no master";
 }
 
 TEST(CheckpointOptimizerIdentity, PlainWeightsLoadIntoAnyStorage) {

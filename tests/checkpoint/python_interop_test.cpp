@@ -29,7 +29,7 @@
 #include "../support/warning_recorder.h"
 
 #ifndef MEZZO_CHECKPOINT_TEST_DATA
-#error "give -DMEZZO_CHECKPOINT_TEST_DATA, the directory tests/checkpoint/data"
+#error "define MEZZO_CHECKPOINT_TEST_DATA as the directory tests/checkpoint/data"
 #endif
 
 namespace {

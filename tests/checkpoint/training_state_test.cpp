@@ -154,7 +154,7 @@ TEST(TrainingState, BadGeneratorStateThrowsBeforeLoading) {
   EXPECT_EQ(epoch, 9);
 }
 
-// An optimizer state has learning rates too, which overwrote those of the schedule.
+// Regression test: the learning rates in the optimizer state overwrote those of the schedule.
 TEST(TrainingState, LoadsScheduleAddedBeforeOptimizer) {
   const test_support::TempDir temp_dir;
   const auto weight = [] { return torch::ones({2}).requires_grad_(); };
@@ -205,7 +205,7 @@ TEST(TrainingState, RoundTripsEveryValueType) {
   const TempDir temp_dir;
   Values saved, loaded;
   const auto file = CheckpointManager(temp_dir.path()).save(saved.state, 0);
-  EXPECT_LT(file.size_bytes, 20000U) << "a view takes its own bytes, not its storage's";
+  EXPECT_LT(file.size_bytes, 20000U) << "only the elements of a view are saved";
   loaded.integer = 0, loaded.small = 0, loaded.flag = false, loaded.real = 0, loaded.text = "";
   loaded.tensor = torch::Tensor();
   mezzo::load_checkpoint(file.path, loaded.state);
@@ -542,7 +542,7 @@ std::string save_error(const std::string& name, const torch::Tensor& tensor, boo
   return error;
 }
 
-/// Names that TorchScript, the format of torch archives, cannot read back.
+/// Includes names that TorchScript, the format of torch archives, cannot read back.
 TEST(TrainingState, RoundTripsAnyTensorName) {
   std::vector<std::string> names{"a\"b",           "a\\b",     "a\nb", "__annotations__",
                                  "__parameters__", "a/b",      "a b",  "0",

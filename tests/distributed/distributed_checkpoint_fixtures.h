@@ -47,7 +47,7 @@ struct ThrowingObject {
 
 inline torch::serialize::OutputArchive& operator<<(torch::serialize::OutputArchive& archive,
                                                    const ThrowingObject& throwing_object) {
-  if (throwing_object.throws_on_save) throw std::runtime_error("I will not be saved");
+  if (throwing_object.throws_on_save) throw std::runtime_error("thrown by save");
   archive.write("value", c10::IValue(throwing_object.value));
   return archive;
 }
@@ -57,7 +57,7 @@ inline torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive
   c10::IValue value;
   archive.read("value", value);
   throwing_object.value = value.toInt();
-  if (throwing_object.throws_on_load) throw std::runtime_error("I will not be loaded");
+  if (throwing_object.throws_on_load) throw std::runtime_error("thrown by load");
   return archive;
 }
 

@@ -96,7 +96,7 @@ TEST(DistributedDataParallel, AutocastModuleWorksInNewThread) {
   EXPECT_EQ(dtype_in_a_thread(ddp), at::kBFloat16);
   DistributedDataParallel without(model, make_fake_backend(2));
   const mezzo::AutocastGuard<torch::kCPU> autocast;
-  EXPECT_EQ(dtype_in_a_thread(without), at::kFloat) << "a guard reaches its own thread alone";
+  EXPECT_EQ(dtype_in_a_thread(without), at::kFloat) << "AutocastGuard is thread-local";
 }
 
 TEST(DistributedDataParallel, BackwardRunsInOtherThread) {
@@ -132,7 +132,7 @@ TEST(DistributedDataParallel, OverlapsReductionWithBackward) {
   loss.backward();
   EXPECT_THAT(log, testing::ElementsAre("average", "second layer", "average", "average",
                                         "first layer", "average", "max"))
-      << "norm and second bias; second weight, first bias; first weight, and who had which";
+      << "norm and second bias; second weight, first bias; first weight, and the map of gradients";
 }
 
 TEST(DistributedDataParallel, StepAddsNoCollective) {

@@ -16,7 +16,7 @@ struct CompletedWork : c10d::Work {
   bool wait(std::chrono::milliseconds /*timeout*/ = kNoTimeout) override { return true; }
 };
 
-/// Maxima and averages of identical values are the values.
+/// The maximum and the average of identical values is the value itself.
 class FakeBackend : public c10d::Backend {
  public:
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;

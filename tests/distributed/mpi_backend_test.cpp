@@ -118,7 +118,7 @@ TEST_F(MpiBackendTest, ReducesEveryDtype) {
               HasSubstr("Long does not support this reduction"));
 }
 
-/// A multiplication by 1 / 3 would round about a third of them differently.
+/// A multiplication by 1 / 3 would round about a third of the elements differently.
 TEST_F(MpiBackendTest, AverageIsSumDividedAndRoundedOnce) {
   for (const at::ScalarType dtype : {at::kFloat, at::kDouble}) {
     const at::Tensor sum = torch::arange(1, 1001).to(dtype);  // whose sums are exact
@@ -289,7 +289,7 @@ TEST_F(MpiBackendTest, BumpsVersionOfWrittenTensors) {
   EXPECT_THAT(message_of([&] { product.sum().backward(); }),
               HasSubstr("modified by an inplace operation"));
 
-  broadcast(world, weight, 0)->wait();  // a leaf, outside of NoGradGuard
+  broadcast(world, weight, 0)->wait();  // a leaf, outside NoGradGuard
   EXPECT_TRUE(weight.is_leaf());
 }
 
@@ -324,7 +324,7 @@ TEST(MpiBackend, ThrowsForNonPositiveTimeout) {
 
 TEST(MpiBackend, SkippedCollectiveThrowsWithinTimeout) {
   const MpiBackendPtr world = make_mpi_backend({.timeout = std::chrono::milliseconds(300)});
-  if (world->getSize() == 1) GTEST_SKIP() << "one rank waits for nobody";
+  if (world->getSize() == 1) GTEST_SKIP() << "needs two ranks";
   if (world->getRank() != 0) {
     const auto begin = std::chrono::steady_clock::now();
     const at::Tensor tensor = torch::ones({10});
@@ -342,7 +342,7 @@ TEST(MpiBackend, SkippedCollectiveThrowsWithinTimeout) {
 
 TEST(MpiBackend, MismatchedCollectivesThrowOnAllRanks) {
   const MpiBackendPtr world = make_mpi_backend();
-  if (world->getSize() == 1) GTEST_SKIP() << "one rank agrees with itself";
+  if (world->getSize() == 1) GTEST_SKIP() << "needs two ranks";
   const int last = world->getSize() - 1;
   const std::string self = "on rank " + std::to_string(world->getRank());
   const std::string other = "rank " + std::to_string(last) + " called ";
@@ -385,7 +385,7 @@ TEST(MpiBackend, AcceptsUnwaitedWork) {
 // A busy-waiting rank would use a quarter of a second of CPU time.
 TEST(MpiBackend, WaitingRankSleeps) {
   const MpiBackendPtr world = make_mpi_backend();
-  if (world->getSize() == 1) GTEST_SKIP() << "one rank waits for nobody";
+  if (world->getSize() == 1) GTEST_SKIP() << "needs two ranks";
   world->barrier()->wait();
   const auto cpu_seconds = [] { return static_cast<double>(std::clock()) / CLOCKS_PER_SEC; };
   const double before = cpu_seconds();
@@ -423,7 +423,8 @@ TEST(MpiBackend, DestructorInOwnThreadDrainsQueue) {
   });
   work->wait();
   last->wait();
-  EXPECT_NE(ended_in, std::this_thread::get_id()) << "else it has shown nothing";
+  EXPECT_NE(ended_in, std::this_thread::get_id())
+      << "the callback must run in the backend's thread";
   EXPECT_TRUE(at::equal(next, torch::full({3000}, size)));
 }
 

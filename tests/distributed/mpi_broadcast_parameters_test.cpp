@@ -44,7 +44,7 @@ TEST(BroadcastParameters, CopiesRank0ToAllRanks) {
 
 TEST(BroadcastParameters, DifferentModelThrowsWithoutWriting) {
   const BackendPtr world = make_world_backend();
-  if (world->getSize() == 1) GTEST_SKIP() << "one rank agrees with itself";
+  if (world->getSize() == 1) GTEST_SKIP() << "needs two ranks";
   const int last = world->getSize() - 1;
   const auto expect_error = [&](const TensorsByName& of_the_last, const std::string& line,
                                 const std::string& root_line) {

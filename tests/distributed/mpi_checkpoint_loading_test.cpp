@@ -39,7 +39,7 @@ TEST(DistributedCheckpointManager, FailedLoadThrowsOnAllRanks) {
     mixed.throwing_object.throws_on_load = world->getRank() == victim;
     EXPECT_THAT(common_message_of(world, [&] { checkpoints.load_latest(mixed.run.state); }),
                 AllOf(HasSubstr("rank " + std::to_string(victim) + " of"),
-                      HasSubstr("\"throwing_object\""), HasSubstr("I will not be loaded")));
+                      HasSubstr("\"throwing_object\""), HasSubstr("thrown by load")));
   }
 }
 
@@ -73,13 +73,15 @@ TEST(DistributedCheckpointManager, ThrowingWarningHandlerThrowsOnAllRanks) {
   const BackendPtr world = make_world_backend();
   MixedState mixed(world);
   mezzo::CheckpointManagerOptions options;
-  options.on_warning = [](const std::string& text) { throw std::runtime_error("heard " + text); };
+  options.on_warning = [](const std::string& text) {
+    throw std::runtime_error("handler threw: " + text);
+  };
   DistributedCheckpointManager checkpoints(directory.path(), world, options);
   const auto saved = checkpoints.save(mixed.run.state, 1);
   if (world->getRank() == 0) test_support::write_file(saved.path, "nothing");
   barrier(world);
   EXPECT_THAT(common_message_of(world, [&] { checkpoints.load_latest(mixed.run.state); }),
-              AllOf(HasSubstr("rank 0 of"), HasSubstr("heard ")));
+              AllOf(HasSubstr("rank 0 of"), HasSubstr("handler threw: ")));
 }
 
 TEST(DistributedCheckpointManager, LoadLatestThrowsIfAllCorrupt) {

@@ -66,13 +66,13 @@ TEST(DistributedCheckpointManager, UnwritableDirectoryThrowsOnAllRanks) {
   barrier(world);
 }
 
-/// System calls of which `name` fails for a checkpoint on rank 0.
+/// System calls in which `name` fails for a checkpoint on rank 0.
 test_support::Syscalls failing_on_rank_0(const std::string& name) {
   test_support::Syscalls calls = test_support::libc_syscalls();
   int rank = 0;
   MPI_Comm_rank(MPI_COMM_WORLD, &rank);
   if (rank != 0) return calls;
-  const auto made = std::make_shared<std::atomic<int>>(-1);  // other threads use files of their own
+  const auto made = std::make_shared<std::atomic<int>>(-1);  // other threads have their own files
   const auto fails = [](int error) {
     errno = error;
     return -1;
@@ -144,7 +144,7 @@ TEST(DistributedCheckpointManager, FailedSaveThrowsOnAllRanks) {
     throwing_object.throws_on_save = world->getRank() == victim;
     EXPECT_THAT(common_message_of(world, [&] { checkpoints.save(state, 1); }),
                 AllOf(HasSubstr("rank " + std::to_string(victim) + " of"),
-                      HasSubstr("\"throwing_object\""), HasSubstr("I will not be saved")));
+                      HasSubstr("\"throwing_object\""), HasSubstr("thrown by save")));
     EXPECT_EQ(checkpoints.checkpoints().size(), files);
     barrier(world);
     throwing_object.throws_on_save = false;

@@ -119,7 +119,7 @@ TEST(MpiDistributedDataParallel, MatchesPythonDdp) {
 // Each half of the ranks trains a separate model on the same batches.
 TEST(MpiDistributedDataParallel, SubgroupsTrainIndependentModels) {
   const BackendPtr world = make_world_backend();
-  if (world->getSize() < 4) GTEST_SKIP() << "for two halves of two ranks";
+  if (world->getSize() < 4) GTEST_SKIP() << "needs four ranks";
   const int half = world->getRank() * 2 / world->getSize();
   MPI_Comm communicator = MPI_COMM_NULL;
   MPI_Comm_split(MPI_COMM_WORLD, half, world->getRank(), &communicator);
@@ -149,7 +149,7 @@ TEST(MpiDistributedDataParallel, BroadcastsInitialWeightsAndBuffers) {
 
 TEST(MpiDistributedDataParallel, ReportsRankAndTensorThatDiffer) {
   const BackendPtr world = make_world_backend();
-  if (world->getSize() == 1) GTEST_SKIP() << "one rank is like itself";
+  if (world->getSize() == 1) GTEST_SKIP() << "needs two ranks";
   const int last = world->getSize() - 1;
   const auto error_with = [&](const std::function<void(Replicated&)>& change) {
     Replicated model;
@@ -189,7 +189,7 @@ TEST(MpiDistributedDataParallel, BuffersFollowRank0) {
   }
   if (world->getRank() == 0) {
     ddp->eval();
-    ddp(own_part(world, 0));  // alone
+    ddp(own_part(world, 0));  // no collective in evaluation
     ddp->train();
   } else {
     EXPECT_FALSE(at::equal(model->norm->running_mean, roots_alone->norm->running_mean))

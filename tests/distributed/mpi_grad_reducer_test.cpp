@@ -55,7 +55,7 @@ TEST(GradReducer, BackwardAveragesGradients) {
     OneWeight one(dtype);
     one.backward(own(12));
     one.expect_gradient(12 * mean);
-    one.backward(own(24));  // onto what is an average already
+    one.backward(own(24));  // accumulates onto an average
     one.expect_gradient(36 * mean);
     {
       const auto no_sync = one.all_reduce.no_sync();
@@ -132,7 +132,7 @@ TEST(GradReducer, BackwardThrowsAfterFailedBackward) {
               testing::HasSubstr("an earlier backward pass threw"));
 }
 
-// The buckets have equal sizes on all ranks.
+// The ranks' buckets have equal numbers of elements, but different dtypes.
 TEST(GradReducer, ConstructorThrowsForDifferentBuckets) {
   const BackendPtr world = make_world_backend();
   const at::Tensor one = torch::ones({3}).requires_grad_(),

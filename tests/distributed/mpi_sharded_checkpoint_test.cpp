@@ -119,7 +119,7 @@ void expect_bitwise_resume_anywhere(const Options& options, at::ScalarType dtype
       Model model(dtype);
       ShardedOptimizer<Optimizer> sharded(model->parameters(), group.backend(), options,
                                           kSmallBuckets, weights);
-      train(model, sharded, 0, 1);  // all of which the file replaces
+      train(model, sharded, 0, 1);  // load must replace this state
       expect_bitwise_resume(file, model, sharded, alone,
                             "one of " + std::to_string(size) + " ranks");
     }
@@ -166,7 +166,7 @@ void expect_same_state(mezzo::optim::AdamWParamState& got,
 // The archive has the states of the unsharded optimizer, with the shapes, strides and dtypes of the
 // parameters.
 TEST(ShardedOptimizerCheckpoint, ArchiveMatchesUnshardedOptimizer) {
-  const RankSubset group(available_world_sizes().back());  // of three, averages would be rounded
+  const RankSubset group(available_world_sizes().back());  // three ranks would round averages
   for (const auto dtype : {at::kFloat, at::kBFloat16}) {
     const AdamWOptions options(0.01);
     const WeightStorageOptions masters{.weight_storage = WeightStorage::fp32_master};
@@ -326,7 +326,7 @@ TEST(ShardedOptimizerCheckpoint, InvalidArchiveThrowsWithoutChanges) {
   EXPECT_EQ(optimizer.param_groups()[0].options().get_lr(), 0.01);
   train(model, optimizer, 2, 4);
   train(alone, undisturbed, 2, 4);
-  single_process_reference::expect_equal(model, alone, "as if nothing had been");
+  single_process_reference::expect_equal(model, alone, "the failed loads changed nothing");
 }
 
 }  // namespace

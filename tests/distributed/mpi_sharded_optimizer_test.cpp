@@ -168,7 +168,7 @@ TEST(ShardedOptimizer, UnscaleAndClipMatchBitwise) {
   }
 }
 
-// All ranks modify the weights between steps, as programs that clamp, load or average them.
+// All ranks modify the weights between steps, as a program that clamps or loads them.
 TEST(ShardedOptimizer, ExternalWeightWritesReachAllRanks) {
   using namespace mezzo::optim;  // NOLINT(google-build-using-namespace)
   for (const auto storage : {WeightStorage::fp32_master, WeightStorage::split_master}) {
@@ -240,7 +240,7 @@ TEST(ShardedOptimizer, KeepsOnlyOwnedState) {
     for (const auto& [parameter, state] : optimizer.state()) {
       elements += static_cast<mezzo::optim::AdamWParamState&>(*state).exp_avg().numel();
     }
-    EXPECT_EQ(elements, 8 * 17 * 16 / backend->getSize()) << "dealt evenly among 1, 2 and 4";
+    EXPECT_EQ(elements, 8 * 17 * 16 / backend->getSize()) << "divisible by 1, 2 and 4 ranks";
   };
   expect_a_share();
   const std::string file = test_support::save_to_string(optimizer);

@@ -160,7 +160,7 @@ TEST_F(SyncBatchNormTest, EvalMatchesBatchNormStateDict) {
   torch::load(norm, file);
   norm->eval();
   plain->eval();
-  if (world->getRank() != 0) return;  // nobody is called
+  if (world->getRank() != 0) return;  // forward must not call a collective
   const at::Tensor x = torch::randn({2, kChannels, 4, 4});
   EXPECT_TRUE(at::equal(norm->forward(x), plain->forward(x)));
 }

@@ -38,7 +38,7 @@ class RankSubset {
   MPI_Comm communicator_ = MPI_COMM_NULL;
 };
 
-/// World sizes of up to the current one with which averages are exact.
+/// World sizes up to the current one for which averages are exact.
 inline std::vector<int> available_world_sizes() {
   std::vector<int> all;
   for (const int size : {1, 2, 4}) {

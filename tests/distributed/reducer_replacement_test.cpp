@@ -117,7 +117,7 @@ TEST(ReducerReplacement, OptimizerAndDdpDestroyedInAnyOrder) {
     net->loss(1).backward();
     ddp = nullptr;
     optimizer->step();
-    net->loss(2).backward();  // nobody reduces now
+    net->loss(2).backward();  // without a reducer
     optimizer->step();
   });
 }

@@ -33,7 +33,7 @@ constexpr int64_t kStepsBetweenFiles = 3;
 
 void say(const std::string& line) { std::cout << line + '\n' << std::flush; }
 
-/// Large enough that saving takes a good part of the time.
+/// Large enough that saving takes a considerable part of the time.
 torch::nn::Sequential make_model() {
   torch::manual_seed(1);
   return torch::nn::Sequential(torch::nn::Linear(32, 512), torch::nn::Dropout(0.3),

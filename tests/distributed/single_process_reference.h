@@ -166,7 +166,7 @@ inline TrainingResult train_single_process(const TrainingConfig& config, int64_t
   TrainingResult result{Model()};
   const auto optimizer = config.optimizer(result.model->parameters());
   const auto loss = [&](const Batch& batch, int64_t step) {
-    if (config.all_ranks_identical) {  // one stands for all, with the factors of all
+    if (config.all_ranks_identical) {  // the loss of one rank, with the factors of all ranks
       at::Tensor one = compute_loss(result.model, batch, 0);
       for (int64_t rank = 0; config.factor && rank < ranks; ++rank)
         one *= config.factor(step, rank, ranks);

@@ -74,8 +74,8 @@ std::string with_valid_crc(std::string file) {
 
 }  // namespace
 
-/// A checkpoint: bytes of a file, or edits of a valid one. Either loading throws and changes nothing,
-/// or the file is the valid one, or its CRC-32C was recomputed, so that it may load other values.
+/// Loads the bytes of a file, or an edited valid checkpoint. Loading must throw and change nothing,
+/// unless the file is the valid one, or its CRC-32C was recomputed: it may then load other values.
 void checkpoint(std::string_view bytes) {
   static const test_support::TempDir temp_dir;
   static auto run = std::make_unique<Run>();

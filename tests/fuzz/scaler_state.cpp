@@ -87,7 +87,7 @@ void train(mezzo::GradScaler& scaler, std::string_view bytes) {
   const auto before = scaler.state_dict();
   for (int i = 0; i < 12; ++i) {
     const double scale = scaler.get_scale();
-    // A min_scale of 0 is torch's, whose scale may underflow to 0.
+    // With a min_scale of 0, as in torch, the scale may underflow to 0.
     require(std::isfinite(scale) && (scale > 0 || before.at("min_scale") == 0),
             "the scale is finite, and positive if min_scale is");
     require(scale >= before.at("min_scale") || scale <= before.at("max_scale"),
@@ -104,8 +104,8 @@ void train(mezzo::GradScaler& scaler, std::string_view bytes) {
 
 }  // namespace
 
-/// A state dict, or an archive of it. If it does not load, nothing changes. The scaler trains in
-/// any case.
+/// Loads a state dict, or an archive of one. A state that does not load changes nothing. The scaler
+/// then trains in either case.
 void scaler_state(std::string_view bytes) {
   const unsigned char mode = take_byte(bytes);
   mezzo::GradScaler scaler;

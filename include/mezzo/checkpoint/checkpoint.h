@@ -59,7 +59,8 @@ class TrainingState {
   /// Optimizer states and single tensors get new memory at load: capture CUDA graphs afterwards.
   /// Tensors keep their devices; an undefined tensor is loaded to the CPU.
   /// \throws c10::Error for an empty name, the name "mezzo", or a name that is already in use
-  template <class T>  // moved on, which clang-tidy does not see in a template
+  template <class T>
+  // clang-tidy does not see std::move in a template.
   // NOLINTNEXTLINE(performance-unnecessary-value-param)
   TrainingState& add(std::string name, T& object) {
     return add_entry(std::move(name), detail::make_stateful(object), /*is_per_rank=*/false);
@@ -129,9 +130,9 @@ struct CheckpointManagerOptions {
   /// the previous checkpoint if the latest is corrupt. Checkpoints known to be corrupt do not
   /// count. One more file exists while a checkpoint is written.
   std::int64_t max_to_keep = 2;
-  /// Called with a message for each corrupt checkpoint, and for errors after a checkpoint was
-  /// renamed: an old checkpoint that cannot be removed and, once, a failed close or fsync, after
-  /// which the checkpoint may not survive a system crash. Defaults to TORCH_WARN.
+  /// Called with a message for each corrupt checkpoint, and for errors after the rename of a new
+  /// one: an old checkpoint that cannot be removed and, once, a failed close or fsync, after which
+  /// the new checkpoint may not survive a system crash. Defaults to TORCH_WARN.
   std::function<void(const std::string&)> on_warning = nullptr;
 };
 

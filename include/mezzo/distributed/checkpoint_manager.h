@@ -109,7 +109,8 @@ class DistributedCheckpointManager {
   std::optional<LoadedCheckpoint> load_latest(const TrainingState& state,
                                               const LoadOptions& options = {}) {
     constexpr const char* kCaller = "DistributedCheckpointManager::load_latest";
-    check_states(kCaller, state, options.ignore_unexpected ? "a subset" : "the whole state",
+    check_states(kCaller, state,
+                 options.ignore_unexpected ? "ignore_unexpected: true" : "ignore_unexpected: false",
                  /*with_parameters=*/false);
     std::istringstream filenames(detail::run_on_rank0(backend_, kCaller, [this] {
       std::string lines;  // latest first
@@ -164,7 +165,8 @@ class DistributedCheckpointManager {
     });
   }
 
-  /// Compares states between ranks: a line for each thing that must be equal.
+  /// Checks that `call`, the names of objects, and the names, dtypes and shapes of parameters (and,
+  /// if `with_parameters`, their checksums) are equal on all ranks.
   void check_states(const char* caller, const TrainingState& state, const std::string& call,
                     bool with_parameters) const {
     std::ostringstream lines;

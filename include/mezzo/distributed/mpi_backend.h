@@ -64,7 +64,7 @@ struct MpiBackendOptions {
 ///
 /// Tensors must be dense, contiguous, on the CPU, and have fewer than 2^31 elements. Reductions are
 /// SUM, AVG (of floating-point dtypes: the sum, divided), MIN and MAX. bfloat16 and float16 are
-/// accumulated in float32 and rounded once; 16-bit values are sent.
+/// accumulated in float32 and rounded once, and transferred as 16-bit values.
 ///
 /// Invalid arguments throw c10::Error at the call; `wait` throws later errors, which name rank and
 /// collective. After a timeout or an MPI error the backend rejects further calls: let the process
@@ -330,7 +330,6 @@ class MpiBackend final : public c10d::Backend {
     return c10::str(collective, " of ", tensor.numel(), " ", c10::toString(tensor.scalar_type()));
   }
 
-  /// Gathers `source` of all ranks in `all`.
   void gather(const at::Tensor& source, const at::Tensor& all) const {
     const int numel = static_cast<int>(source.numel());
     MPI_Datatype type = detail::get_opaque_datatype(source);
@@ -339,7 +338,7 @@ class MpiBackend final : public c10d::Backend {
                       "MPI_Allgather");
   }
 
-  /// Each rank reduces one chunk of `flat` in float32 and rounds it once; all gather the chunks.
+  /// Each rank reduces one chunk of `flat` in float32 and rounds it once; an all-gather follows.
   void all_reduce_low_precision(const at::Tensor& flat, c10d::ReduceOp::RedOpType reduction) const {
     const int chunk_numel = static_cast<int>((flat.numel() + size_ - 1) / size_);
     const at::Tensor chunks = at::zeros({size_, chunk_numel}, flat.options());

@@ -63,7 +63,7 @@ class ShardedOptimizer : public detail::ShardedOptimizerBase<OptimizerType> {
       : ShardedOptimizer({torch::optim::OptimizerParamGroup(std::move(parameters))},
                          std::move(backend), defaults, options) {}
 
-  /// Steps the parameters that this rank owns, with the gradients of the others hidden, and
+  /// Steps the parameters that this rank owns, with the gradients of all others unset, and
   /// broadcasts the updates.
   at::Tensor step(torch::optim::Optimizer::LossClosure closure = nullptr) override {
     at::Tensor loss = detail::call_closure(closure);

@@ -243,7 +243,7 @@ class SyncBatchNormImpl
 
   c10::intrusive_ptr<c10d::Backend> backend_;
 };
-/// The holder of a SyncBatchNormImpl.
+/// Module holder of SyncBatchNormImpl.
 TORCH_MODULE(SyncBatchNorm);
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

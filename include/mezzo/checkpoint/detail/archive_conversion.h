@@ -70,8 +70,8 @@ inline c10::IValue erase_list_types(const c10::IValue& value) {
   return list;
 }
 
-/// Inverse of `erase_list_types`: takes the type of the first element. Empty lists are lists of
-/// tensors.
+/// Inverse of `erase_list_types`: the first element determines the type. An empty list becomes a
+/// list of tensors.
 inline c10::IValue restore_list_types(const c10::IValue& value) {
   for (const c10::TypePtr& type : std::initializer_list<c10::TypePtr>{
            c10::IntType::get(), c10::FloatType::get(), c10::BoolType::get(), c10::StringType::get(),
@@ -136,7 +136,6 @@ inline torch::serialize::InputArchive dict_to_archive(const c10::IValue& dict,
   return archive;
 }
 
-/// Returns whether a dict is an optimizer's archive.
 inline bool is_optimizer_archive(const c10::IValue& dict) {
   return get_item(get_item(dict, "param_groups"), "param_groups/size").isTensor();
 }
@@ -150,8 +149,8 @@ inline c10::IValue indexed_key(const char* key, std::int64_t index) {
 }
 
 /// Converts an archive's dict to Python's layout: optimizers, nested ones too, become state_dicts.
-/// Parameters are identified by their index; libtorch's archives have addresses, which would differ
-/// between saves of the same state.
+/// Parameters are identified by index, because the addresses in libtorch's archives differ between
+/// saves of the same state.
 inline c10::IValue to_python_state_dict(const c10::IValue& dict) {
   if (!dict.isGenericDict()) return dict;
   PythonDict state_dict = make_dict();

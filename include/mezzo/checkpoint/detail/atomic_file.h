@@ -116,10 +116,7 @@ class AtomicFile {
     }
   }
 
-  /// Returns the number of bytes written.
   std::uint64_t size() const noexcept { return size_; }
-
-  /// Returns the CRC-32C of all bytes written.
   std::uint32_t crc() const noexcept { return crc_; }
 
   /// Fsyncs the temporary and renames it to the target.

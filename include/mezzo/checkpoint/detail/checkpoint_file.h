@@ -37,9 +37,9 @@
 //
 // "ranks" has the values of all ranks for per-rank objects; the top level has rank 0's.
 //
-// The zip comment ends with the CRC-32C of all bytes before its digits, which is verified before
-// anything else is read. (libtorch's reader does not verify the CRC-32 of zip entries, which does
-// not cover the bytes between them either.) It detects corruption, not tampering. Files that Python
+// The zip comment ends with the CRC-32C of all preceding bytes, which is verified before anything
+// else is read. (libtorch's reader does not verify the CRC-32 of zip entries, and that would not
+// cover the bytes between them.) It detects corruption, not tampering. Files that Python
 // wrote have no comment.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
@@ -172,8 +172,8 @@ class MappedFile {
 
   /// Reads the comment and verifies the CRC. A corrupt checkpoint still begins as a zip archive or
   /// ends with mezzo's comment. Archives of torch.save have no comment: they end with the 22-byte
-  /// end-of-central-directory record, which stores the comment's length. The record of a truncated
-  /// checkpoint therefore still differs from theirs.
+  /// end-of-central-directory record, which stores a comment length of 0. In a mezzo checkpoint it
+  /// is not 0, so that a file truncated after this record is detected too.
   void check_comment() {
     constexpr std::size_t kTail = 100, kEndRecord = 22;  // kTail exceeds the comment
     std::string begin(std::min<std::size_t>(size_, 4), '\0');

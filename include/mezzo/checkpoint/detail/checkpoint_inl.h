@@ -179,7 +179,6 @@ MEZZO_INLINE std::vector<std::filesystem::path> CheckpointManager::checkpoints()
 
 namespace detail {
 
-/// Writes `root_dict` to `path` atomically.
 inline SavedCheckpoint replace_checkpoint_file(const std::filesystem::path& path,
                                                const c10::IValue& root_dict) {
   const std::filesystem::path target = resolve_replaceable_path(path);

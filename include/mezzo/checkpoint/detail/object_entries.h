@@ -232,7 +232,6 @@ MEZZO_INLINE Stateful make_stateful_generator(at::Generator& generator) {
   return make_stateful_generators(get_generator, /*as_list=*/false);
 }
 
-/// Saves and loads the default generators of the CPU and of all CUDA devices.
 MEZZO_INLINE Stateful make_stateful_rng() {
   return make_stateful_generators([] { return default_generators(CudaDevices::all); },
                                   /*as_list=*/true);

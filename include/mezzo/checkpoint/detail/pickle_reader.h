@@ -50,8 +50,8 @@ template struct PrivateMember<DictImplMember, &c10::impl::GenericDict::impl_>;
 ///   - A tensor lies within its storage, and a storage within its record.
 ///   - A container is immutable once it is nested in another or taken from the memo, so that none
 ///     contains itself. The nesting depth is limited.
-///   - The memory of every value is charged to `budget`, and a value from the memo again with all
-///     its elements, which also bounds the time to traverse the result.
+///   - The memory of every value is charged to `budget`. A value taken from the memo is charged
+///     again with all its elements, which also bounds the time to traverse the result.
 ///
 /// An OrderedDict becomes a dict, without the attributes that Python adds.
 class PickleReader {
@@ -145,7 +145,6 @@ class PickleReader {
     return items;
   }
 
-  /// Returns the IValue of an item.
   static c10::IValue to_ivalue(const Item& item) {
     if (item.kind == Kind::value) return item.value;
     check_format(item.kind == Kind::tuple, "it has a class or a storage instead of a value");

@@ -26,7 +26,7 @@ inline void check_saveable(const char* caller, const std::vector<CheckpointEntry
   TORCH_CHECK(step >= 0, caller, ": step is ", step, "; it should be at least 0");
 }
 
-/// Throws if an EmaGuard has replaced weights by averages: see ema_params.h.
+/// \throws c10::Error while an EmaGuard replaces weights by averages
 inline void check_not_averaged() {
   TORCH_CHECK(
       averaged_parameters().withLock([](const auto& all) { return all.empty(); }),
@@ -48,8 +48,7 @@ inline std::string find_nonfinite_buffer(const std::vector<CheckpointEntry>& ent
       if (!is_checked || tensor.detach().isfinite().all().item<bool>()) continue;
       return "the buffer \"" + entry.name + "." + name +
              "\" contains inf or NaN, which further steps do not repair: load an earlier "
-             "checkpoint, "
-             "or reset the buffer";
+             "checkpoint, or reset the buffer";
     }
   }
   return {};

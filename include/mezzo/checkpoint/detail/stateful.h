@@ -163,12 +163,10 @@ inline void check_type(bool matches, const c10::IValue& value, const char* expec
               " in the current state");
 }
 
-/// Types that are stored by value.
 template <class T>
 concept PlainValue = std::integral<T> || std::floating_point<T> || std::same_as<T, std::string> ||
     RandomEngine<T> || IsNumericVector<T>::value || NumericMap<T>;
 
-/// Type in which a number of type T is stored.
 template <class T>
 using StoredNumber = std::conditional_t<std::integral<T>, std::int64_t, double>;
 

@@ -62,7 +62,6 @@ class ZipDirectory {
     for (std::string_view rest = zip.substr(offset, size); !rest.empty();) read_entry(rest);
   }
 
-  /// Returns whether there is an entry of this name.
   bool has(const std::string& name) const { return entries_.find(name) != entries_.end(); }
 
   /// Returns the bytes of an entry.

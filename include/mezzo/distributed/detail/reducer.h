@@ -35,8 +35,8 @@ namespace detail {
 ///   a gradient is accumulated    it moves to its bucket
 ///   a bucket is complete         it is all-reduced, in the order of the buckets
 ///   the backward pass ends       incomplete buckets are all-reduced, with zeros for missing
-///                                gradients, and a map of the parameters that have a gradient; then
-///                                all collectives are waited for
+///                                gradients, and a map of the parameters that have a gradient;
+///                                blocks until all collectives complete
 class Reducer final : public std::enable_shared_from_this<Reducer> {
  public:
   Reducer(const std::vector<at::Tensor>& parameters, BackendPtr backend, int64_t bucket_cap_bytes,
@@ -125,7 +125,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
     WorkPtr work;
   };
 
-  /// Returns a line for each thing that must be equal on all ranks.
+  /// Returns a line for each property that must be equal on all ranks.
   std::string describe_config() const {
     std::ostringstream lines;
     lines << "reduce_dtype: ";
@@ -156,7 +156,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
                 "the gradient of ",
                 describe_param(param_index, parameter),
                 " again after its bucket was all-reduced; use mezzo::activation_checkpoint, which "
-                "runs no nested backward pass over parameters, or call the shared layer outside of "
+                "runs no nested backward pass over parameters, or call the shared layer outside "
                 "other checkpoints");
     buckets_.copy_grad_to_bucket(param_index);
     if (std::exchange(is_ready_[param_index], true)) return;

@@ -35,8 +35,8 @@ class ShardedOptimizerBase : public OptimizerType, public optim::ShardedState {
   /// micro-batches except the last.
   [[nodiscard]] NoSyncGuard no_sync() { return partition_.grad_reducer().no_sync(); }
 
-  /// Writes the archive that `OptimizerType` without sharding would write, with states on the CPU,
-  /// on rank 0, and nothing on other ranks. Collective call. Each rank needs memory for the states
+  /// Writes the archive of an unsharded `OptimizerType`, with states on the CPU, on rank 0, and
+  /// nothing on other ranks. Collective call. Each rank needs memory for the states
   /// of one other rank. \throws c10::Error on all ranks if one fails
   void save(torch::serialize::OutputArchive& archive) const override {
     std::unique_ptr<std::conditional_t<kIsFused, SerializedOptimizer, OptimizerType>> whole;
@@ -112,7 +112,6 @@ class ShardedOptimizerBase : public OptimizerType, public optim::ShardedState {
  private:
   static constexpr bool kIsFused = std::derived_from<OptimizerType, FusedOptimizerBase>;
 
-  /// Returns an archive of this rank's states.
   std::string serialize_local_state() const {
     torch::serialize::OutputArchive archive;
     OptimizerType::save(archive);
@@ -120,7 +119,7 @@ class ShardedOptimizerBase : public OptimizerType, public optim::ShardedState {
     archive.save_to(bytes);
     return bytes.str();
   }
-  /// Returns an optimizer with the states of such an archive, on `device`.
+  /// Returns an optimizer with the serialized states, on `device`.
   std::unique_ptr<OptimizerType> deserialize_state(const std::string& bytes,
                                                    at::Device device) const {
     torch::serialize::InputArchive archive;
