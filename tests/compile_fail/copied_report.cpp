@@ -8,6 +8,6 @@ void write_copied(mezzo::MetricsLogger& logger, mezzo::RunReport& report) {
 #ifdef MEZZO_LEGAL
   logger.add_callback(std::ref(report));
 #else
-  logger.add_callback(report);  // a copy would have the page
+  logger.add_callback(report);  // the copy would receive the metrics
 #endif
 }

@@ -1,7 +1,7 @@
 /// \file
-/// About a hundred common faults with the output of the tool that a user runs first, and with the
-/// output after its remedy was applied; and runs without faults. The tables are in *_cases.cpp, one
-/// per tool; diagnostics_accuracy_test.cpp grades them.
+/// About a hundred common faults, each with the tool that a user runs first and the fix that it
+/// prints, and runs without faults. The tables are in *_cases.cpp, one per tool;
+/// diagnostics_accuracy_test.cpp grades the output.
 #pragma once
 
 #include <torch/torch.h>

@@ -58,7 +58,7 @@ TEST(DivergenceMonitor, ReportsConsecutiveSkipsOncePer1000Steps) {
   for (std::int64_t i = 1; i <= 9; ++i) monitor(metrics_of(i, 1.0, true));
   monitor(metrics_of(10, 1.0));
   for (std::int64_t i = 11; i <= 19; ++i) monitor(metrics_of(i, 1.0, true));
-  EXPECT_TRUE(findings.empty()) << "never ten in a row";
+  EXPECT_TRUE(findings.empty()) << "never ten consecutive skips";
   for (std::int64_t i = 20; i <= 2500; ++i) monitor(metrics_of(i, 1.0, true));
   ASSERT_EQ(findings.size(), 3);
   EXPECT_THAT(findings[0].where, HasSubstr("(step 20, 10 consecutive skipped steps"));

@@ -1,4 +1,4 @@
-// An exception of a user's callback leaves the call that ran the callback, after that call has done
+// An exception of a user's callback propagates from the call that ran it, after that call has done
 // its work; later steps are bitwise identical to those of a run without exceptions.
 
 #include <mezzo/diagnostics/anomaly_trace.h>
@@ -92,7 +92,7 @@ class CallbackRun {
   bool throws_;
 };
 
-/// A place that calls a user's function.
+/// An API that calls a user's function.
 struct CallbackCase {
   std::string name;
   std::function<void(CallbackRun&)> install;

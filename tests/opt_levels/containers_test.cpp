@@ -1,4 +1,4 @@
-// libtorch's containers of modules and parameters, passed where mezzo takes a module.
+// libtorch's containers of modules and parameters, passed to APIs that take a module.
 
 #include <mezzo/autocast/autocast_guard.h>
 #include <mezzo/autocast/autocast_module.h>
@@ -78,7 +78,7 @@ void expect_same_parameters(const Nested& left, const Nested& right) {
   }
 }
 
-/// Returns gradients and outputs of the model in a guard.
+/// Runs forward and backward under autocast; returns the output.
 Tensor trained_in_a_guard(Nested model) {
   const mezzo::AutocastGuard<torch::kCPU> autocast;
   const Tensor result = model->forward(batch());
@@ -129,8 +129,7 @@ TEST(ModuleContainers, CastAndSteppedByAmp) {
   amp.backward(amp.forward(model, batch()).sum(), optimizer);
   EXPECT_TRUE(amp.step(optimizer).applied());
   EXPECT_FALSE(torch::equal(model->factors->parameters()[1], before));
-  EXPECT_EQ(amp.forward(model->sequential, batch()).scalar_type(), torch::kFloat)
-      << "a part by itself";
+  EXPECT_EQ(amp.forward(model->sequential, batch()).scalar_type(), torch::kFloat) << "a submodule";
 }
 
 TEST(ModuleContainers, AcceptedByInitialize) {
@@ -169,7 +168,7 @@ TEST(ModuleContainers, LoadFromCheckpointWrappedOrNot) {
   checkpoints.save(mezzo::TrainingState().add("model", saved), 2);
   EXPECT_THAT(
       message_of([&] { checkpoints.load_latest(mezzo::TrainingState().add("model", loaded)); }),
-      HasSubstr("the file has \"list.3.bias\", which is not here"));
+      HasSubstr("Unexpected key(s) in state_dict: \"list.3.bias\""));
 }
 
 }  // namespace

@@ -153,7 +153,7 @@ struct AnomalyTraceOptions {
 ///
 /// Not reported: -inf from a scalar or an unnamed tensor (an attention mask) and inf from a scalar
 /// (the initial value of a running minimum), unless a reduction to one element returns it; values
-/// that later ops make finite again; ops below those that the program or autograd calls.
+/// that later ops make finite again; ops inside those that the program or autograd calls.
 ///
 /// Reads every output, copies tensors that an op overwrites, and synchronizes with the device after
 /// every op: use it for single steps. Does not change results, gradients or random numbers. Cannot

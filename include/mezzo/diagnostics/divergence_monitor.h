@@ -27,7 +27,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 /// What a DivergenceMonitor does with a finding.
 enum class DivergenceAction : std::uint8_t {
   report,            ///< prints it, or calls the callback
-  report_and_throw,  ///< `MetricsLogger::record` or `flush` then throws c10::Error with it, after a
+  report_and_throw,  ///< `MetricsLogger::record` or `flush` throws c10::Error with it, after a
                      ///< pending trace of a TraceOnSkips in the same MetricsLogger
 };
 
@@ -44,7 +44,7 @@ struct DivergenceMonitorOptions {
 /// A MetricsLogger callback that reports divergence: consecutive skipped steps, a skipped step at
 /// `min_scale` or less, or a loss that is inf or NaN. Then reads weights, buffers and gradients,
 /// which synchronizes with the device, and reports what is not finite and what to try. States a
-/// cause only for weights that were inf or NaN from the start: docs/debugging.md ("My loss scale
+/// cause only for weights that were inf or NaN at construction: docs/debugging.md ("My loss scale
 /// collapses") lists the findings. Reports at most once in 1000 steps.
 ///
 /// If the step does not increase, the run was resumed from a checkpoint, and the next divergence is
@@ -134,14 +134,12 @@ class DivergenceMonitor {
       finding.remedy =
           "load an earlier checkpoint. Use a GradScaler, which skips steps with inf or NaN "
           "gradients (for bfloat16 with an init_scale of 1). If the weights then stay finite, "
-          "check "
-          "this batch for log(0) and division by 0; if not, check the learning rate and eps";
+          "check this batch for log(0) and division by 0; if not, check the learning rate and eps";
     } else {
       finding.reason += "; what wrote it is unknown";
       finding.remedy =
           "later steps cannot restore it: load an earlier checkpoint. Check the learning rate, "
-          "eps, "
-          "the range of the weights' dtype, and direct writes to the weights";
+          "eps, the range of the weights' dtype, and direct writes to the weights";
     }
   }
 

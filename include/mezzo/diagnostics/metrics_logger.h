@@ -92,9 +92,9 @@ inline std::optional<double> memory_in_use(const at::Tensor& loss) {
 }  // namespace detail
 
 /// Passes the metrics of each step of one optimizer to callbacks, in order. Steps whose results are
-/// still on a device are delivered by a later `record`, so that no call synchronizes, except
-/// `flush` and a `record` with 1024 steps pending, which waits for the oldest. Costs microseconds a
-/// step, and on a device an asynchronous copy of the loss.
+/// still on a device are delivered by a later `record`. Only `flush` synchronizes, and a `record`
+/// with 1024 steps pending, for the oldest. Costs microseconds per step, and on a device an
+/// asynchronous copy of the loss.
 ///
 ///     mezzo::MetricsLogger logger;
 ///     logger.add_callback(mezzo::CsvWriter("run.csv"));
@@ -131,11 +131,9 @@ class MetricsLogger {
   /// another, which receives the following steps.
   ///
   /// While any callback's `is_pending()` returns true, exceptions of callbacks are stored and
-  /// thrown
-  /// later, so that a TraceOnSkips finishes its trace before a DivergenceMonitor throws.
+  /// thrown later, so that a TraceOnSkips finishes its trace before a DivergenceMonitor throws.
   /// \param callback  a CsvWriter, TensorBoardWriter, DivergenceMonitor, TraceOnSkips, `std::ref`
-  /// of
-  ///   a RunReport, or any callable
+  ///   of a RunReport, or any callable
   template <class C>
   void add_callback(C callback) {
     using Target = std::unwrap_reference_t<C>;
@@ -202,8 +200,7 @@ class MetricsLogger {
   /// May synchronize with the device.
   void deliver_first() {
     PendingStep first = std::move(pending_.front());
-    pending_
-        .pop_front();  // first, so that a throwing result or callback does not block later steps
+    pending_.pop_front();  // before anything that may throw, which would block later steps
     StepMetrics& metrics = first.metrics;
     metrics.loss = first.loss.value();
     metrics.scale = first.result.scale();

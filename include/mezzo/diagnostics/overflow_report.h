@@ -41,8 +41,7 @@ namespace detail {
 inline std::string describe_nonfinite_buffer(const std::string& name) {
   return "buffer " + name +
          " contains inf or NaN. A forward pass wrote it, and skipping the step does not restore "
-         "it: "
-         "load it from a checkpoint or reset it";
+         "it: load it from a checkpoint or reset it";
 }
 
 }  // namespace detail
@@ -81,7 +80,7 @@ struct Overflow {
 
 /// Finds inf and NaN in the current gradients of `parameters`. Does not modify them. Synchronizes
 /// with the device.
-/// \param loss_scale  by which the gradients are scaled, or were before `unscale_`
+/// \param loss_scale  loss scale of the gradients, also after `unscale_`
 inline Overflow find_overflow(const TensorsByName& parameters, double loss_scale = 1) {
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> gradients;  // the stored rows of sparse ones
@@ -131,8 +130,7 @@ inline Overflow find_overflow(const TensorsByName& parameters, double loss_scale
 
 /// Options of an OverflowReport.
 struct OverflowReportOptions {
-  std::ostream* stream =
-      &std::cerr;  ///< receives two lines; null for none; must outlive the report
+  std::ostream* stream = &std::cerr;  ///< two lines per skip; null: none; must outlive the report
   std::function<void(const Overflow&)> callback = {};  ///< called for each reported skip
 };
 

@@ -244,7 +244,7 @@ class PrecisionChecker final : OpObserver {
       if (dtype == at::ScalarType::Undefined) dtype = tensor.scalar_type();
     }
     if (dtype != at::kHalf && dtype != at::kBFloat16) return;
-    if (report_.dtype == at::kHalf) dtype = at::kHalf;  // for a bfloat16 pass after a float16 one
+    if (report_.dtype == at::kHalf) dtype = at::kHalf;  // also in check_forward's bfloat16 rerun
     const auto& arguments = op.handle.schema().arguments();
     for (std::size_t i = 0; i < std::min(op.inputs.size(), arguments.size()); ++i) {
       const c10::IValue& input = op.inputs[i];
@@ -437,7 +437,7 @@ class PrecisionChecker final : OpObserver {
         "with WeightStorage::plain, rounding discards updates of " +
             format_significant(learning_rate) +
             ", about those of Adam, for this percentage of the values",
-        "mezzo::optim::WeightStorage::fp32_master  // or stochastic");
+        "mezzo::optim::WeightStorage::fp32_master  // or stochastic_rounding");
   }
 
   TensorsByName parameters_, buffers_, inputs_;

@@ -12,7 +12,7 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
-/// Metrics of one step. Values that were not given or measured are unset.
+/// Metrics of one step. Optional values that were not passed or measured are unset.
 struct StepMetrics {
   std::int64_t step = 0;                      ///< counted from the logger's first step
   double wall_time = 0;                       ///< of `record`, in seconds since 1970

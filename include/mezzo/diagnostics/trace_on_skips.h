@@ -28,10 +28,9 @@ struct TraceOnSkipsOptions {
 };
 
 /// A MetricsLogger callback that traces the step after `consecutive_skips` skipped steps with an
-/// AnomalyTrace, and prints the trace, also if no op produced inf or NaN (then the cause is not the
-/// batch). The trace ends with the first metrics that arrive after a backward pass. Traces at most
-/// one step in 1000. A process with a nonzero `trace.rank` prints only if an anomaly was found.
-/// Several may trace the same step.
+/// AnomalyTrace, and prints the trace, also if no op produced inf or NaN. The trace ends with the
+/// first metrics that arrive after a backward pass. Traces at most one step in 1000. A process with
+/// a nonzero `trace.rank` prints only if an anomaly was found. Several may trace the same step.
 class TraceOnSkips {
  public:
   /// `model` must outlive this.

@@ -46,9 +46,9 @@ struct UnderflowReportOptions {
   std::int64_t samples = 8192;  ///< maximum number of values read per tensor, evenly spaced
 };
 
-/// Histogram of sampled values, by layer, against the range of a low-precision dtype. Values may
-/// have any floating dtype; those that were computed in the low-precision dtype, such as gradients
-/// under autocast, have underflowed already and count as zero.
+/// Counts, by layer, sampled values that leave the range of a low-precision dtype. Values may have
+/// any floating dtype. Values that underflowed when they were computed, such as float16 gradients
+/// under autocast, count as zero.
 ///
 ///     mezzo::UnderflowReport gradients(torch::kHalf, {.loss_scale = scaler.get_scale()});
 ///     gradients.add_gradients(*model);                  // after backward(), before step()

@@ -85,7 +85,8 @@ struct ScaleLossOptions {
 /// and stay at its address. Param groups may be added to it later.
 ///
 /// There is no `update`: a loss scale is updated when `backward` or `scale_loss` returns, as in
-/// Apex, or when gradients of delayed passes are unscaled. Not thread-safe, except `forward`.
+/// Apex, or when gradients of `delay_unscale` passes are unscaled. Not thread-safe, except
+/// `forward`.
 class Amp {
  public:
   /// Apex's form: {"loss_scaler0": {"loss_scale": ..., "unskipped": ...}, ...}. Each entry also has
@@ -96,7 +97,7 @@ class Amp {
   Amp(ModelRefs models, const OptimizerRefs& optimizers, const OptLevel& level,
       const InitializeOptions& options);
 
-  /// Returns `model->forward(args...)`, cast or under autocast. Keeps default arguments.
+  /// Returns `model->forward(args...)`, cast or under autocast. Default arguments may be omitted.
   ///
   /// At O0, O2 and O3 casts floating-point tensors in `args` to `level().cast_model_type()`, and
   /// those in the result to `cast_model_outputs()`, also in nested containers and structs with
@@ -170,7 +171,7 @@ class Amp {
   int64_t num_losses() const noexcept { return static_cast<int64_t>(loss_scalers_.size()); }
 
   /// Returns the scaler of a loss, for `get_scale()`, `scale(outputs)` (a gradient penalty) and
-  /// `on_skip(callback)`. Amp makes its other calls. \throws c10::Error if loss_id is out of range
+  /// `on_skip(callback)` only. \throws c10::Error if loss_id is out of range
   GradScaler& scaler(int64_t loss_id = 0) { return find_loss_scaler(loss_id).scaler; }
 
   /// Returns the state of the scalers. Resuming also needs the states of the models and of

@@ -85,7 +85,7 @@ struct OptLevelOverrides {
 ///
 /// Throws c10::Error for contradictory overrides:
 /// - O1 with cast_model_type other than float32, keep_batchnorm_fp32 or master_weights: its weights
-///   stay float32, and the op lists run batch norms in float32. As in Apex.
+///   stay float32, also those of batch norms. As in Apex.
 /// - patch_torch_functions = true with any level but O1. As in Apex.
 /// - O0 with a low-precision cast_model_type, a bf16 level with float16, and master_weights for a
 ///   float32 model. Apex accepts these silently.
@@ -256,7 +256,7 @@ inline void OptLevel::check_overrides(const Properties& level, const OptLevelOve
   if (level.uses_autocast && overrides.keep_batchnorm_fp32) {
     throw_contradiction(
         c10::str("keep_batchnorm_fp32 = ", as_text(*overrides.keep_batchnorm_fp32)),
-        ", whose op lists choose the dtype of batch norms; leave the option out, or pass "
+        ", whose weights are float32, also those of batch norms; leave the option out, or pass "
         "OpOverrides");
   }
   if (level.uses_autocast && overrides.master_weights) {

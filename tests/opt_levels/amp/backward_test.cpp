@@ -147,7 +147,7 @@ TEST(AmpBackward, PreservesGradientsThatUnderflowFloat16) {
   }
 }
 
-// Apex's DCGAN: losses 0 and 1 train the critic, 2 the generator, each in a part of the step.
+// Apex's DCGAN: losses 0 and 1 train the critic, loss 2 the generator.
 TEST(AmpBackward, GanOverflowSkipsOneOptimizer) {
   torch::manual_seed(0);
   torch::nn::Linear generator(2, 3);

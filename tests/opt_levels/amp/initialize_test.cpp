@@ -34,8 +34,8 @@ using mezzo::OptLevel;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
 
-/// A convolution, a batch norm, a linear layer, and buffers of two kinds; and a forward with two
-/// arguments, one of them optional, and nested results.
+/// A convolution, a batch norm, a linear layer, a float and an integer buffer, and a forward with
+/// an optional argument and nested results.
 struct NetImpl : torch::nn::Module {
   struct Output {
     torch::Tensor logits;
@@ -149,7 +149,7 @@ TEST(AmpInitialize, DtypesAtEveryLevelWithEveryOptimizer) {
       const torch::Tensor before = net->head->weight.detach().clone();
       amp.backward(torch::nn::functional::cross_entropy(result.logits, targets()), *optimizer,
                    {.delay_unscale = false});
-      EXPECT_EQ(net->conv->weight.grad().scalar_type(), expected.masters) << "true gradients";
+      EXPECT_EQ(net->conv->weight.grad().scalar_type(), expected.masters) << "unscaled gradients";
       const auto trained = amp.master_params(*optimizer);
       EXPECT_EQ(trained[0].scalar_type(), expected.masters);
       EXPECT_EQ(trained[0].grad().scalar_type(), expected.masters);
@@ -232,9 +232,9 @@ TEST(AmpInitialize, AcceptsModuleVariable) {
 
 static_assert(std::convertible_to<PlainNet&, mezzo::ModelRefs>);
 static_assert(!std::convertible_to<const PlainNet&, mezzo::ModelRefs>, "its forward is not const");
-static_assert(!std::convertible_to<PlainNet, mezzo::ModelRefs>, "it would be gone after the call");
+static_assert(!std::convertible_to<PlainNet, mezzo::ModelRefs>, "a temporary would dangle");
 
-/// A batch norm that is not torch's, as mezzo's SyncBatchNorm.
+/// A batch norm that is not torch's, like mezzo's SyncBatchNorm.
 struct OwnNormImpl : torch::nn::NormImplBase<0, OwnNormImpl, torch::nn::BatchNormOptions> {
   OwnNormImpl() : NormImplBase(torch::nn::BatchNormOptions(4)) {}
   void _check_input_dim(const torch::Tensor& /*input*/) override {}

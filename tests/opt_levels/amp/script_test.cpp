@@ -105,7 +105,7 @@ TEST(AmpScriptModule, CastsNestedArgumentsAndResults) {
   }
   EXPECT_EQ(result->elements()[1].toTensorList().get(0).scalar_type(), torch::kLong);
   EXPECT_EQ(result->elements()[2].toTuple()->elements()[1].toInt(), 3);
-  EXPECT_EQ(many.get(0).scalar_type(), torch::kFloat) << "the caller's list is its own";
+  EXPECT_EQ(many.get(0).scalar_type(), torch::kFloat) << "the caller's list is not modified";
   EXPECT_EQ(named.at("x").scalar_type(), torch::kFloat);
 }
 

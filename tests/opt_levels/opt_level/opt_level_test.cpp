@@ -121,7 +121,7 @@ TEST(OptLevelOverrides, ThrowForContradictions) {
       {[] { return OptLevel::O1_bf16({.cast_model_type = torch::kBFloat16}); },
        "cast_model_type = bfloat16 contradicts opt_level = O1_bf16"},
       {[] { return OptLevel::O1({.keep_batchnorm_fp32 = true}); },
-       "keep_batchnorm_fp32 = true contradicts opt_level = O1, whose op lists choose"},
+       "keep_batchnorm_fp32 = true contradicts opt_level = O1, whose weights are"},
       {[] { return OptLevel::O1({.master_weights = false}); },
        "master_weights = false contradicts opt_level = O1, whose weights are float32"},
       {[] { return OptLevel::O2({.patch_torch_functions = true}); },

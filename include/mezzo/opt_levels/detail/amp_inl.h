@@ -7,7 +7,7 @@
 ///                        backward without delay, one of another loss, or the step
 ///     step:              skip if a gradient is inf or NaN
 ///
-/// A scale is updated whenever gradients are unscaled, which are all with that scale. An inf stays
+/// All gradients with one scale are unscaled together, and the scale is then updated. An inf stays
 /// in `.grad`, where the step finds it.
 #pragma once
 
@@ -64,7 +64,7 @@ inline const char* describe_expected_float32(at::ScalarType dtype) {
                "float32 weights, or register the tensor as a buffer, which is not cast";
 }
 
-/// Apex's check that a model is in float32, from which masters are copied.
+/// Apex's check that a model is float32: masters are copied from it.
 inline void check_model(const torch::nn::Module& model) {
   for (const auto& item : model.named_parameters()) {
     const at::Tensor& parameter = item.value();
@@ -309,7 +309,7 @@ decltype(auto) Amp::forward(Model&& model, Args&&... args) const {
   }
 }
 
-/// Enters the regions of the model that `module` is, or is inside of.
+/// Enters the autocast regions of the model that is or contains `module`.
 inline void Amp::enter_autocast_regions(const torch::nn::Module& module,
                                         ForwardRegions& regions) const {
   const auto is_module = [&module](const auto& pointer) { return pointer.get() == &module; };
