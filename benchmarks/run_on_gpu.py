@@ -41,7 +41,7 @@ ONLY_MEZZO = ["--kernel-name", "kernel_substring=mezzo"]
 SANITIZERS = {"memcheck": ONLY_MEZZO, "racecheck": ONLY_MEZZO, "synccheck": ONLY_MEZZO, "initcheck": []}
 ERRORS_FOUND = 99
 # Tests that take minutes under a sanitizer: huge tensors, and ATen's kernels.
-SLOW_TESTS = "*EveryElement:*BeyondTwoTo32*:EveryOp.*"
+SLOW_TESTS = "*EveryElement:*Beyond2To32*:AutocastEveryOp.*"
 
 NO_GPU = 77  # exit status of a program without a GPU
 NO_DEVICE = "libtorch sees no CUDA device"  # why a test skips itself

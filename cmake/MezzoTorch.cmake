@@ -69,8 +69,8 @@ function(mezzo_get_cuda_not_found_reason needs_toolkit out)
   set(${out} "${reason}" PARENT_SCOPE)
 endfunction()
 
-# Sets OUT to the architectures to compile for: TORCH_CUDA_ARCH_LIST, else those of the GPUs in this machine, else the arguments that this
-# nvcc supports, with PTX of the newest for later GPUs. (libtorch's default includes sm_50, which nvcc 13 does not support.)
+# Sets OUT to the architectures to compile for: TORCH_CUDA_ARCH_LIST, else those of this machine's GPUs, else those arguments that nvcc
+# supports, with PTX of the newest for later GPUs. (libtorch's default includes sm_50, which nvcc 13 does not support.)
 function(mezzo_get_cuda_architectures out)
   if(DEFINED TORCH_CUDA_ARCH_LIST)
     set(list "${TORCH_CUDA_ARCH_LIST}")
@@ -134,8 +134,8 @@ function(mezzo_add_cpu_libtorch)
     "${MEZZO_TORCH_PREFIX}/lib/libc10.so" "-Wl,--pop-state")
 endfunction()
 
-# Enables CUDA if the C++ standard is 20, as with Conan's toolchain. CMake 3.25 would test nvcc 13 with C++20, which it does not know to
-# be supported, so the test project uses another CMAKE_CUDA_STANDARD.
+# Enables CUDA even if the C++ standard is 20, as with Conan's toolchain. CMake 3.25 would test nvcc 13 with C++20, which it believes to be
+# unsupported, so its test project uses C++17.
 macro(mezzo_enable_cuda)
   if(NOT CMAKE_CUDA_COMPILER_LOADED)
     set(mezzo_outer_cuda_standard "${CMAKE_CUDA_STANDARD}")

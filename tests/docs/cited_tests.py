@@ -3,8 +3,8 @@
 
     cited_tests.py PAGE BUILD_DIRECTORY PROGRAM... [--not-built DIRECTORY...]
 
-The last cell of each row cites at least one test, as `Suite.Test` or by its name in ctest. A test exists if a program lists it, if
-ctest lists it, or if a source in a directory of --not-built declares it.
+The last cell of each row cites at least one test, as `Suite.Test` or by its name in CTest. A test exists if a program lists it, if
+CTest lists it, or if a source in a directory of --not-built declares it.
 """
 import argparse
 import re
