@@ -10,7 +10,7 @@
 #include <sstream>
 #include <type_traits>
 
-#include "dtype_of_product.h"
+#include "get_product_dtype.h"
 
 namespace {
 
@@ -47,16 +47,16 @@ static_assert(
 TEST(AutocastGuard, LowersToDeviceDefaultUntilScopeEnds) {
   {
     const AutocastGuard<torch::kCPU> autocast;
-    EXPECT_EQ(dtype_of_product(), torch::kBFloat16);
+    EXPECT_EQ(get_product_dtype(), torch::kBFloat16);
   }
-  EXPECT_EQ(dtype_of_product(), torch::kFloat);
+  EXPECT_EQ(get_product_dtype(), torch::kFloat);
 }
 
 TEST(AutocastGuard, CudaDefaultsToFloat16AndIgnoresCpu) {
   const AutocastGuard<torch::kCUDA> autocast;
   EXPECT_TRUE(at::autocast::is_autocast_enabled(torch::kCUDA));
   EXPECT_EQ(at::autocast::get_autocast_dtype(torch::kCUDA), torch::kHalf);
-  EXPECT_EQ(dtype_of_product(), torch::kFloat);
+  EXPECT_EQ(get_product_dtype(), torch::kFloat);
 }
 
 TEST(AutocastGuard, NestingRestoresEnclosingRegion) {
@@ -66,12 +66,12 @@ TEST(AutocastGuard, NestingRestoresEnclosingRegion) {
     const ThreadState outer_state;
     {
       const AutocastGuard<torch::kCPU, torch::kHalf> inner({.cache_enabled = false});
-      EXPECT_EQ(dtype_of_product(), torch::kHalf);
+      EXPECT_EQ(get_product_dtype(), torch::kHalf);
       EXPECT_FALSE(at::autocast::is_autocast_cache_enabled());
       EXPECT_EQ(ThreadState::read_nesting(), before.nesting + 2);
     }
     EXPECT_EQ(ThreadState(), outer_state);
-    EXPECT_EQ(dtype_of_product(), torch::kBFloat16);
+    EXPECT_EQ(get_product_dtype(), torch::kBFloat16);
   }
   EXPECT_EQ(ThreadState(), before);
 }
@@ -80,14 +80,14 @@ TEST(AutocastGuard, DisabledRunsFullPrecisionInsideRegion) {
   const AutocastGuard<torch::kCPU> outer;
   {
     const AutocastGuard<torch::kCPU> exact({.enabled = false});
-    EXPECT_EQ(dtype_of_product(), torch::kFloat);
+    EXPECT_EQ(get_product_dtype(), torch::kFloat);
     {
       const AutocastGuard<torch::kCPU> again;
-      EXPECT_EQ(dtype_of_product(), torch::kBFloat16);
+      EXPECT_EQ(get_product_dtype(), torch::kBFloat16);
     }
-    EXPECT_EQ(dtype_of_product(), torch::kFloat);
+    EXPECT_EQ(get_product_dtype(), torch::kFloat);
   }
-  EXPECT_EQ(dtype_of_product(), torch::kBFloat16);
+  EXPECT_EQ(get_product_dtype(), torch::kBFloat16);
 }
 
 TEST(AutocastGuard, ExceptionRestoresPreviousState) {
@@ -116,29 +116,29 @@ TEST(AutocastGuard, DefaultsToThreadDtype) {
   at::autocast::set_autocast_dtype(torch::kCPU, torch::kHalf);
   {
     const AutocastGuard guard({.device_type = torch::kCPU});
-    EXPECT_EQ(dtype_of_product(), torch::kHalf);
+    EXPECT_EQ(get_product_dtype(), torch::kHalf);
   }
   at::autocast::set_autocast_dtype(torch::kCPU, torch::kBFloat16);
   const AutocastGuard outer(torch::kCPU, torch::kHalf);
-  EXPECT_EQ(mezzo::autocast({.device_type = torch::kCPU}, dtype_of_product), torch::kHalf);
+  EXPECT_EQ(mezzo::autocast({.device_type = torch::kCPU}, get_product_dtype), torch::kHalf);
 }
 
 TEST(AutocastGuard, AcceptsTorchAutocastArguments) {
   {
     const mezzo::AutocastGuard autocast(torch::kCPU, torch::kHalf);
-    EXPECT_EQ(dtype_of_product(), torch::kHalf);
+    EXPECT_EQ(get_product_dtype(), torch::kHalf);
   }
   {
     const AutocastGuard outer(torch::kCPU);
     const AutocastGuard disabled(torch::kCPU, std::nullopt, /*enabled=*/false);
-    EXPECT_EQ(dtype_of_product(), torch::kFloat);
+    EXPECT_EQ(get_product_dtype(), torch::kFloat);
   }
   {
     const AutocastGuard uncached(torch::kCPU, torch::kHalf, true, /*cache_enabled=*/false);
     EXPECT_FALSE(at::autocast::is_autocast_cache_enabled());
   }
   const mezzo::AutocastGuard autocast(torch::Device("cpu"));
-  EXPECT_EQ(dtype_of_product(), torch::kBFloat16);
+  EXPECT_EQ(get_product_dtype(), torch::kBFloat16);
 }
 
 TEST(AutocastGuard, DeducesRuntimeDevice) {
@@ -151,9 +151,9 @@ TEST(AutocastGuard, DeducesRuntimeDevice) {
   static_assert(!std::is_constructible_v<AutocastGuard<torch::kCPU>, torch::DeviceType>);
   std::optional<AutocastGuard<>> member;
   member.emplace(torch::kCPU, torch::kHalf);
-  EXPECT_EQ(dtype_of_product(), torch::kHalf);
+  EXPECT_EQ(get_product_dtype(), torch::kHalf);
   member.reset();
-  EXPECT_EQ(dtype_of_product(), torch::kBFloat16);
+  EXPECT_EQ(get_product_dtype(), torch::kBFloat16);
   from_device.end();
   from_options.end();
 }
@@ -163,24 +163,24 @@ TEST(AutocastGuard, EndsBeforeScope) {
   {
     mezzo::AutocastGuard<torch::kCPU> autocast;
     mezzo::AutocastGuard exact({.device_type = torch::kCPU, .enabled = false});
-    EXPECT_EQ(dtype_of_product(), torch::kFloat);
+    EXPECT_EQ(get_product_dtype(), torch::kFloat);
     EXPECT_FALSE(exact.is_enabled());
     EXPECT_TRUE(autocast.is_enabled());
     exact.end();
-    EXPECT_EQ(dtype_of_product(), torch::kBFloat16);
+    EXPECT_EQ(get_product_dtype(), torch::kBFloat16);
     autocast.end();
     EXPECT_FALSE(autocast.is_enabled());
-    EXPECT_EQ(dtype_of_product(), torch::kHalf);
+    EXPECT_EQ(get_product_dtype(), torch::kHalf);
     autocast.end();
-    EXPECT_EQ(dtype_of_product(), torch::kHalf) << "once is enough";
+    EXPECT_EQ(get_product_dtype(), torch::kHalf) << "once is enough";
   }
-  EXPECT_EQ(dtype_of_product(), torch::kHalf);
+  EXPECT_EQ(get_product_dtype(), torch::kHalf);
 }
 
 TEST(AutocastGuard, ThrowsForOutputDtype) {
   EXPECT_THAT([] { mezzo::AutocastGuard<torch::kCPU> guard({.output_dtype = torch::kFloat}); },
               ThrowsMessage<c10::Error>(HasSubstr("output_dtype: a guard has no result")));
-  EXPECT_EQ(dtype_of_product(), torch::kFloat);
+  EXPECT_EQ(get_product_dtype(), torch::kFloat);
 }
 
 TEST(AutocastGuard, ThrowsForOptionsWithoutDevice) {
@@ -192,7 +192,7 @@ TEST(AutocastGuard, ThrowsForOptionsThatContradictType) {
   {
     const AutocastGuard<torch::kCPU, torch::kHalf> same(
         {.device_type = torch::kCPU, .dtype = torch::kHalf});
-    EXPECT_EQ(dtype_of_product(), torch::kHalf);
+    EXPECT_EQ(get_product_dtype(), torch::kHalf);
   }
   EXPECT_THAT([] { AutocastGuard<torch::kCPU> autocast({.device_type = torch::kCUDA}); },
               ThrowsMessage<c10::Error>(

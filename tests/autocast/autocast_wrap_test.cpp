@@ -16,7 +16,7 @@
 #include <utility>
 #include <vector>
 
-#include "dtype_of_product.h"
+#include "get_product_dtype.h"
 
 namespace {
 
@@ -32,16 +32,16 @@ auto lowered(F&& function) {
 }
 
 TEST(AutocastWrap, RunsOnlyCallUnderAutocast) {
-  EXPECT_EQ(autocast_wrap<torch::kCPU>(dtype_of_product)(), torch::kBFloat16);
-  EXPECT_EQ((autocast_wrap<torch::kCPU, torch::kHalf>(dtype_of_product)()), torch::kHalf);
+  EXPECT_EQ(autocast_wrap<torch::kCPU>(get_product_dtype)(), torch::kBFloat16);
+  EXPECT_EQ((autocast_wrap<torch::kCPU, torch::kHalf>(get_product_dtype)()), torch::kHalf);
   const AutocastOptions half{.device_type = torch::kCPU, .dtype = torch::kHalf};
-  EXPECT_EQ(autocast_wrap(half, dtype_of_product)(), torch::kHalf);
-  EXPECT_EQ(dtype_of_product(), torch::kFloat);
+  EXPECT_EQ(autocast_wrap(half, get_product_dtype)(), torch::kHalf);
+  EXPECT_EQ(get_product_dtype(), torch::kFloat);
 }
 
 TEST(AutocastWrap, ThrowsForBadOptionsBeforeCall) {
   EXPECT_THROW(std::ignore = autocast_wrap({.device_type = torch::kCPU, .dtype = torch::kDouble},
-                                           dtype_of_product),
+                                           get_product_dtype),
                c10::Error);
 }
 
@@ -143,9 +143,9 @@ TEST(AutocastWrap, InvocableLikeCallable) {
 
 TEST(AutocastCall, ReturnsResultOfFunction) {
   const AutocastOptions half{.device_type = torch::kCPU, .dtype = torch::kHalf};
-  EXPECT_EQ(autocast(half, [] { return dtype_of_product(); }), torch::kHalf);
-  EXPECT_EQ(autocast({.device_type = torch::kCPU}, dtype_of_product), torch::kBFloat16);
-  EXPECT_EQ(dtype_of_product(), torch::kFloat);
+  EXPECT_EQ(autocast(half, [] { return get_product_dtype(); }), torch::kHalf);
+  EXPECT_EQ(autocast({.device_type = torch::kCPU}, get_product_dtype), torch::kBFloat16);
+  EXPECT_EQ(get_product_dtype(), torch::kFloat);
   int value = 0;
   static_assert(std::is_same_v<decltype(autocast(half, [&]() -> int& { return value; })), int&>);
   static_assert(std::is_void_v<decltype(autocast(half, [] {}))>);
@@ -241,8 +241,8 @@ TEST(AutocastOutputDtype, LossOutsideHasFloat32Precision) {
 TEST(AutocastCall, RestoresStateWhenFunctionThrows) {
   EXPECT_THROW(autocast({.device_type = torch::kCPU}, [] { TORCH_CHECK(false, "no"); }),
                c10::Error);
-  EXPECT_EQ(dtype_of_product(), torch::kFloat);
-  EXPECT_THROW(autocast({.device_type = torch::kMeta}, dtype_of_product), c10::Error);
+  EXPECT_EQ(get_product_dtype(), torch::kFloat);
+  EXPECT_THROW(autocast({.device_type = torch::kMeta}, get_product_dtype), c10::Error);
 }
 
 }  // namespace

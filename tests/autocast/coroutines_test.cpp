@@ -21,7 +21,7 @@
 #include <utility>
 #include <vector>
 
-#include "../autocast/dtype_of_product.h"
+#include "../autocast/get_product_dtype.h"
 
 namespace {
 
@@ -67,36 +67,36 @@ void in_a_thread(const std::function<void()>& work) { std::thread(work).join(); 
 
 /// A guard written with the functions of ATen/autocast_mode.h.
 template <torch::ScalarType Dtype>
-class LibtorchsCalls {
+class LibtorchGuard {
  public:
-  LibtorchsCalls() {
+  LibtorchGuard() {
     at::autocast::set_autocast_enabled(at::kCPU, true);
     at::autocast::set_autocast_dtype(at::kCPU, Dtype);
     at::autocast::increment_nesting();
   }
-  ~LibtorchsCalls() {
+  ~LibtorchGuard() {
     if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
-    at::autocast::set_autocast_enabled(at::kCPU, found_.enabled);
-    at::autocast::set_autocast_dtype(at::kCPU, found_.dtype);
+    at::autocast::set_autocast_enabled(at::kCPU, prev_.enabled);
+    at::autocast::set_autocast_dtype(at::kCPU, prev_.dtype);
   }
 
  private:
-  CpuState found_;
+  CpuState prev_;
 };
 
 /// A guard that lives across a suspension.
 template <class Guard>
-Coroutine hold_across_a_suspension() {
+Coroutine hold_across_suspension() {
   const Guard guard;
   co_await std::suspend_always();
 }
 
 template <class Half, class Bfloat16>
-CpuState after_ends_in_the_order_of_their_beginnings() {
+CpuState run_overlapping_guards() {
   CpuState after;
   in_a_thread([&after] {
-    const auto first = hold_across_a_suspension<Half>();
-    const auto second = hold_across_a_suspension<Bfloat16>();
+    const auto first = hold_across_suspension<Half>();
+    const auto second = hold_across_suspension<Bfloat16>();
     for (const auto* coroutine : {&first, &second, &first, &second}) coroutine->resume();
     after = CpuState();
   });
@@ -104,10 +104,10 @@ CpuState after_ends_in_the_order_of_their_beginnings() {
 }
 
 template <class Guard>
-std::pair<CpuState, CpuState> after_an_end_in_another_thread() {
+std::pair<CpuState, CpuState> end_guard_in_other_thread() {
   std::pair<CpuState, CpuState> after;
   in_a_thread([&after] {
-    const auto coroutine = hold_across_a_suspension<Guard>();
+    const auto coroutine = hold_across_suspension<Guard>();
     coroutine.resume();
     in_a_thread([&] {
       coroutine.resume();
@@ -121,20 +121,17 @@ std::pair<CpuState, CpuState> after_an_end_in_another_thread() {
 // Both guards restore the wrong state, as torch.autocast around an await does.
 TEST(AutocastCoroutines, GuardAcrossSuspensionMatchesLibtorch) {
   using Half = mezzo::AutocastGuard<torch::kCPU, torch::kHalf>;
-  using LibtorchsHalf = LibtorchsCalls<torch::kHalf>;
-  EXPECT_EQ(
-      (after_ends_in_the_order_of_their_beginnings<Half, mezzo::AutocastGuard<torch::kCPU>>()),
-      (after_ends_in_the_order_of_their_beginnings<LibtorchsHalf,
-                                                   LibtorchsCalls<torch::kBFloat16>>()));
-  EXPECT_EQ(after_an_end_in_another_thread<Half>(),
-            after_an_end_in_another_thread<LibtorchsHalf>());
+  using LibtorchHalf = LibtorchGuard<torch::kHalf>;
+  EXPECT_EQ((run_overlapping_guards<Half, mezzo::AutocastGuard<torch::kCPU>>()),
+            (run_overlapping_guards<LibtorchHalf, LibtorchGuard<torch::kBFloat16>>()));
+  EXPECT_EQ(end_guard_in_other_thread<Half>(), end_guard_in_other_thread<LibtorchHalf>());
 }
 
 Coroutine compute_in(mezzo::AutocastState state, std::vector<torch::ScalarType>& dtypes) {
   for (int stretch = 0; stretch < 3; ++stretch) {
     {
       const mezzo::AutocastStateGuard scope(state);
-      dtypes.push_back(dtype_of_product());
+      dtypes.push_back(get_product_dtype());
     }
     co_await std::suspend_always();
   }

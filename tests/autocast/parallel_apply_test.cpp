@@ -27,8 +27,8 @@ using mezzo::AutocastModule;
 using torch::Tensor;
 
 /// Waits in forward until a second thread arrives, so that parallel_apply uses two threads.
-struct MeetingImpl : torch::nn::Module {
-  explicit MeetingImpl(std::atomic<int>& arrived) : arrived_(&arrived) {
+struct BarrierLinearImpl : torch::nn::Module {
+  explicit BarrierLinearImpl(std::atomic<int>& arrived) : arrived_(&arrived) {
     linear = register_module("linear", torch::nn::Linear(4, 2));
   }
   Tensor forward(const Tensor& x) {
@@ -46,7 +46,7 @@ struct MeetingImpl : torch::nn::Module {
  private:
   std::atomic<int>* arrived_;
 };
-TORCH_MODULE(Meeting);
+TORCH_MODULE(BarrierLinear);
 
 /// Sets two threads, which parallel_apply needs.
 class AutocastParallelApply : public testing::Test {
@@ -65,7 +65,7 @@ class AutocastParallelApply : public testing::Test {
 };
 
 TEST_F(AutocastParallelApply, PlainModulesIgnoreCallersRegion) {
-  std::vector<Meeting> modules = {Meeting(arrived_), Meeting(arrived_)};
+  std::vector<BarrierLinear> modules = {BarrierLinear(arrived_), BarrierLinear(arrived_)};
   const mezzo::AutocastGuard<torch::kCPU> autocast;
   const auto outputs = torch::nn::parallel::parallel_apply(modules, inputs_);
   EXPECT_NE(outputs[0].scalar_type(), outputs[1].scalar_type())
@@ -74,8 +74,8 @@ TEST_F(AutocastParallelApply, PlainModulesIgnoreCallersRegion) {
 
 TEST_F(AutocastParallelApply, WrappedModulesRunUnderAutocast) {
   const mezzo::AutocastOptions bf16{.device_type = torch::kCPU};
-  std::vector<AutocastModule<Meeting>> modules = {{Meeting(arrived_), bf16},
-                                                  {Meeting(arrived_), bf16}};
+  std::vector<AutocastModule<BarrierLinear>> modules = {{BarrierLinear(arrived_), bf16},
+                                                        {BarrierLinear(arrived_), bf16}};
   const auto outputs = torch::nn::parallel::parallel_apply(modules, inputs_);
   EXPECT_EQ(outputs[0].scalar_type(), torch::kBFloat16);
   EXPECT_EQ(outputs[1].scalar_type(), torch::kBFloat16);
@@ -94,7 +94,7 @@ std::vector<at::ScalarType> dtypes_in_parallel_for(const Product& product) {
   return dtypes;
 }
 
-at::ScalarType dtype_of_a_product() {
+at::ScalarType get_product_dtype() {
   const Tensor x = at::rand({2, 2});
   return at::mm(x, x).scalar_type();
 }
@@ -102,12 +102,12 @@ at::ScalarType dtype_of_a_product() {
 TEST_F(AutocastParallelApply, ParallelForNeedsPropagatedState) {
   at::autocast::set_autocast_enabled(torch::kCPU, true);
   at::autocast::set_autocast_dtype(torch::kCPU, torch::kBFloat16);
-  const auto of_libtorchs_calls = dtypes_in_parallel_for(dtype_of_a_product);
+  const auto of_libtorchs_calls = dtypes_in_parallel_for(get_product_dtype);
   at::autocast::set_autocast_enabled(torch::kCPU, false);
   const mezzo::AutocastGuard<torch::kCPU> autocast;
-  EXPECT_EQ(dtypes_in_parallel_for(dtype_of_a_product), of_libtorchs_calls);
+  EXPECT_EQ(dtypes_in_parallel_for(get_product_dtype), of_libtorchs_calls);
   EXPECT_EQ(of_libtorchs_calls, (std::vector{torch::kBFloat16, torch::kFloat}));
-  EXPECT_EQ(dtypes_in_parallel_for(mezzo::propagate_autocast_state(dtype_of_a_product)),
+  EXPECT_EQ(dtypes_in_parallel_for(mezzo::propagate_autocast_state(get_product_dtype)),
             (std::vector{torch::kBFloat16, torch::kBFloat16}));
 }
 

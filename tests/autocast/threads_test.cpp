@@ -10,7 +10,7 @@
 #include <memory>
 #include <thread>
 
-#include "dtype_of_product.h"
+#include "get_product_dtype.h"
 
 namespace {
 
@@ -51,7 +51,7 @@ TEST(AutocastState, PreservesOtherDispatchState) {
     EXPECT_TRUE(c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Tracer));
   }
   EXPECT_TRUE(c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Tracer));
-  EXPECT_EQ(dtype_of_product(), torch::kBFloat16);
+  EXPECT_EQ(get_product_dtype(), torch::kBFloat16);
 }
 
 TEST(AutocastState, RestoredInPoolThreadBetweenTasks) {
@@ -61,15 +61,15 @@ TEST(AutocastState, RestoredInPoolThreadBetweenTasks) {
   std::thread([&] {
     {
       const AutocastStateGuard scope(on);
-      EXPECT_EQ(dtype_of_product(), torch::kBFloat16);
+      EXPECT_EQ(get_product_dtype(), torch::kBFloat16);
       {
         const AutocastStateGuard inner(off);
-        EXPECT_EQ(dtype_of_product(), torch::kFloat);
+        EXPECT_EQ(get_product_dtype(), torch::kFloat);
         EXPECT_TRUE(at::autocast::is_autocast_cache_enabled());
       }
-      EXPECT_EQ(dtype_of_product(), torch::kBFloat16);
+      EXPECT_EQ(get_product_dtype(), torch::kBFloat16);
     }
-    EXPECT_EQ(dtype_of_product(), torch::kFloat);
+    EXPECT_EQ(get_product_dtype(), torch::kFloat);
     EXPECT_TRUE(at::autocast::is_autocast_cache_enabled());
     EXPECT_EQ(at::autocast::increment_nesting(), 1);
     at::autocast::decrement_nesting();

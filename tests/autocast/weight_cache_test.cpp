@@ -124,7 +124,7 @@ TEST(AutocastWeightCache, StaysDisabledInNestedRegions) {
 }
 
 /// Returns whether libtorch's cache is enabled in each kind of region without cache_enabled.
-std::vector<bool> caches_in_silent_regions() {
+std::vector<bool> read_inherited_cache_flags() {
   std::vector<bool> found;
   const auto record = [&] { found.push_back(at::autocast::is_autocast_cache_enabled()); };
   {
@@ -139,15 +139,15 @@ std::vector<bool> caches_in_silent_regions() {
 }
 
 TEST(AutocastWeightCache, FlagInheritedByDefault) {
-  EXPECT_THAT(caches_in_silent_regions(), Each(true));
+  EXPECT_THAT(read_inherited_cache_flags(), Each(true));
   {
     const AutocastGuard<torch::kCPU> outer({.cache_enabled = false});
-    EXPECT_THAT(caches_in_silent_regions(), Each(false));
+    EXPECT_THAT(read_inherited_cache_flags(), Each(false));
     const AutocastGuard<torch::kCUDA> inner({.cache_enabled = true});
-    EXPECT_THAT(caches_in_silent_regions(), Each(true));
+    EXPECT_THAT(read_inherited_cache_flags(), Each(true));
   }
   at::autocast::set_autocast_cache_enabled(false);
-  EXPECT_THAT(caches_in_silent_regions(), Each(false)) << "set by hand";
+  EXPECT_THAT(read_inherited_cache_flags(), Each(false)) << "set by hand";
   at::autocast::set_autocast_cache_enabled(true);
 }
 

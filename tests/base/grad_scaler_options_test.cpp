@@ -147,7 +147,7 @@ TEST(GradScalerOptions, ValidatedRoundsScalesToFloat) {
   }
 }
 
-struct Refusal {
+struct InvalidOptions {
   const char* what;
   std::function<GradScalerOptions()> make;
 };
@@ -164,7 +164,7 @@ TEST(GradScalerOptions, GrowthTrackerStopsAtInt32Max) {
 }
 
 TEST(GradScalerOptions, ThrowsForValuesOutOfRange) {
-  const std::vector<Refusal> refusals{
+  const std::vector<InvalidOptions> invalid_options{
       {"init_scale is 0;", [] { return GradScalerOptions::dynamic({.init_scale = 0}); }},
       {"init_scale is -1;", [] { return GradScalerOptions::dynamic({.init_scale = -1}); }},
       {"init_scale is nan;", [=] { return GradScalerOptions::dynamic({.init_scale = kNan}); }},
@@ -201,8 +201,8 @@ TEST(GradScalerOptions, ThrowsForValuesOutOfRange) {
       {"scale is 0;", [] { return GradScalerOptions::fixed(0); }},
       {"scale is inf;", [=] { return GradScalerOptions::fixed(kInfinity); }},
   };
-  for (const Refusal& refusal : refusals) {
-    EXPECT_THAT(test_support::message_of(refusal.make), testing::HasSubstr(refusal.what));
+  for (const InvalidOptions& invalid : invalid_options) {
+    EXPECT_THAT(test_support::message_of(invalid.make), testing::HasSubstr(invalid.what));
   }
 }
 

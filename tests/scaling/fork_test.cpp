@@ -47,26 +47,26 @@ class ForkedTraining {
   mezzo::GradScaler scaler_{{.init_scale = 1024}};
 };
 
-enum class Ended { well, badly, refused };
+enum class ChildStatus { success, failure, unsupported };
 
 /// Runs `work` in a child process for at most a minute, and returns its exit status.
 template <class Work>
-Ended in_a_child(const Work& work) {
+ChildStatus run_in_child(const Work& work) {
   const pid_t child = fork();
   if (child == 0) {
     alarm(60);
-    auto ended = Ended::badly;
+    auto child_status = ChildStatus::failure;
     try {
-      if (work()) ended = Ended::well;
+      if (work()) child_status = ChildStatus::success;
     } catch (const std::exception& error) {  // otherwise the child would run the next tests
       const bool is_libtorchs = std::strstr(error.what(), "fork-based multiprocessing") != nullptr;
-      if (is_libtorchs) ended = Ended::refused;
+      if (is_libtorchs) child_status = ChildStatus::unsupported;
     }
-    _exit(static_cast<int>(ended));
+    _exit(static_cast<int>(child_status));
   }
   int status = 0;
   const bool has_ended = waitpid(child, &status, 0) == child && WIFEXITED(status);
-  return has_ended ? static_cast<Ended>(WEXITSTATUS(status)) : Ended::badly;
+  return has_ended ? static_cast<ChildStatus>(WEXITSTATUS(status)) : ChildStatus::failure;
 }
 
 TEST(Fork, ChildContinuesTraining) {
@@ -78,17 +78,17 @@ TEST(Fork, ChildContinuesTraining) {
   int bytes[2];
   ASSERT_EQ(pipe(bytes), 0);
   const Tensor in_child = torch::empty_like(training.weight());
-  const Ended ended = in_a_child([&] {
+  const ChildStatus child_status = run_in_child([&] {
     training.steps(3);
     const auto size = training.weight().nbytes();
     return write(bytes[1], training.weight().const_data_ptr(), size) == static_cast<ssize_t>(size);
   });
   at::set_num_threads(threads);
-  if (ended == Ended::refused) {
+  if (child_status == ChildStatus::unsupported) {
     GTEST_SKIP()
         << "an earlier test ran nested backward passes, after which libtorch throws in a child";
   }
-  ASSERT_EQ(ended, Ended::well);
+  ASSERT_EQ(child_status, ChildStatus::success);
   at::set_num_threads(1);
   EXPECT_EQ(read(bytes[0], in_child.mutable_data_ptr(), in_child.nbytes()),
             static_cast<ssize_t>(in_child.nbytes()));

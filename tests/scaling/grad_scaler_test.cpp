@@ -487,7 +487,7 @@ TEST(GradScaler, PrintsAdviceAfterTenSkips) {
   for (int i = 0; i < 10; ++i) {
     EXPECT_EQ(first[static_cast<std::size_t>(i)],
               "Gradient overflow or NaN.  Skipping step, loss scaler 0 reducing loss scale to " +
-                  mezzo::detail::python_float(std::ldexp(1.0, 15 - i)));
+                  mezzo::detail::format_python_float(std::ldexp(1.0, 15 - i)));
   }
   EXPECT_EQ(
       first[10],

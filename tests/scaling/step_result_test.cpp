@@ -11,14 +11,14 @@ namespace {
 using mezzo::StepResult;
 
 /// A future that completes when its values are read.
-class LateSlot : public mezzo::StepFuture {
+class LazyFuture : public mezzo::StepFuture {
  public:
-  bool ready() const noexcept override { return waited; }
+  bool ready() const noexcept override { return is_read; }
   const StepResult::Values& values() override {
-    waited = true;
+    is_read = true;
     return outcome_;
   }
-  bool waited = false;
+  bool is_read = false;
 
  private:
   StepResult::Values outcome_{.found_inf = true, .scale = 4.0F};
@@ -37,12 +37,12 @@ TEST(StepResult, ReturnsKnownOutcomeImmediately) {
 }
 
 TEST(StepResult, ReadyDoesNotBlock) {
-  const auto slot = std::make_shared<LateSlot>();
-  const StepResult result(slot);
+  const auto future = std::make_shared<LazyFuture>();
+  const StepResult result(future);
   EXPECT_FALSE(result.ready());
-  EXPECT_FALSE(slot->waited);
+  EXPECT_FALSE(future->is_read);
   EXPECT_FALSE(result.applied());
-  EXPECT_TRUE(slot->waited);
+  EXPECT_TRUE(future->is_read);
   EXPECT_TRUE(result.ready());
   EXPECT_TRUE(result.found_inf());
   EXPECT_EQ(result.scale(), 4.0F);
@@ -50,9 +50,9 @@ TEST(StepResult, ReadyDoesNotBlock) {
 }
 
 TEST(StepResult, CopiesShareFuture) {
-  auto slot = std::make_shared<LateSlot>();
-  const std::weak_ptr<LateSlot> watch = slot;
-  auto first = std::make_unique<StepResult>(std::move(slot));
+  auto future = std::make_shared<LazyFuture>();
+  const std::weak_ptr<LazyFuture> watch = future;
+  auto first = std::make_unique<StepResult>(std::move(future));
   const StepResult second = *first;
   first.reset();
   EXPECT_FALSE(watch.expired());

@@ -58,7 +58,7 @@ class MatmulPrecisionGuard {
   [[nodiscard]] explicit MatmulPrecisionGuard(const MatmulPrecisionOptions& options)
       : options_(options) {
     if (options.float32) {
-      legacy_float32_ = get_legacy([this] { return context_.float32MatmulPrecision(); });
+      prev_legacy_float32_ = get_legacy([this] { return context_.float32MatmulPrecision(); });
       context_.setFloat32MatmulPrecision(to_name(*options.float32));
       if (*options.float32 == at::Float32MatmulPrecision::HIGHEST) {
         // Some versions of libtorch leave these entries unset, and they would inherit.
@@ -66,7 +66,7 @@ class MatmulPrecisionGuard {
       }
     }
     if (options.cudnn_tf32) {
-      legacy_cudnn_ = get_legacy([this] { return context_.allowTF32CuDNN(); });
+      prev_legacy_cudnn_ = get_legacy([this] { return context_.allowTF32CuDNN(); });
       context_.setAllowTF32CuDNN(*options.cudnn_tf32);
       const auto precision =
           *options.cudnn_tf32 ? at::Float32Precision::TF32 : at::Float32Precision::IEEE;
@@ -82,19 +82,20 @@ class MatmulPrecisionGuard {
   MatmulPrecisionGuard& operator=(const MatmulPrecisionGuard&) = delete;
   ~MatmulPrecisionGuard() {
     // The legacy setters also write the entries, so set the entries last.
-    if (legacy_float32_) context_.setFloat32MatmulPrecision(to_name(*legacy_float32_));
-    if (options_.float32) set(kMatmul, matmul_);
-    if (legacy_cudnn_) context_.setAllowTF32CuDNN(*legacy_cudnn_);
-    if (options_.cudnn_tf32) set(kCudnn, cudnn_);
+    if (prev_legacy_float32_) context_.setFloat32MatmulPrecision(to_name(*prev_legacy_float32_));
+    if (options_.float32) set(kMatmul, prev_matmul_);
+    if (prev_legacy_cudnn_) context_.setAllowTF32CuDNN(*prev_legacy_cudnn_);
+    if (options_.cudnn_tf32) set(kCudnn, prev_cudnn_);
     if (options_.fp16_reduction) {
-      context_.setAllowFP16ReductionCuBLAS(allows_reduced_precision(fp16_reduction_),
-                                           allows_split_k(fp16_reduction_));
+      context_.setAllowFP16ReductionCuBLAS(allows_reduced_precision(prev_fp16_reduction_),
+                                           allows_split_k(prev_fp16_reduction_));
     }
     if (options_.bf16_reduction) {
-      context_.setAllowBF16ReductionCuBLAS(allows_reduced_precision(bf16_reduction_),
-                                           allows_split_k(bf16_reduction_));
+      context_.setAllowBF16ReductionCuBLAS(allows_reduced_precision(prev_bf16_reduction_),
+                                           allows_split_k(prev_bf16_reduction_));
     }
-    if (options_.fp16_accumulation) context_.setAllowFP16AccumulationCuBLAS(fp16_accumulation_);
+    if (options_.fp16_accumulation)
+      context_.setAllowFP16AccumulationCuBLAS(prev_fp16_accumulation_);
   }
 
  private:
@@ -141,13 +142,13 @@ class MatmulPrecisionGuard {
 
   at::Context& context_ = at::globalContext();
   MatmulPrecisionOptions options_;
-  Values matmul_ = get(kMatmul);
-  Values cudnn_ = get(kCudnn);
-  std::optional<at::Float32MatmulPrecision> legacy_float32_;
-  std::optional<bool> legacy_cudnn_;
-  Reduction fp16_reduction_ = context_.allowFP16ReductionCuBLAS();
-  Reduction bf16_reduction_ = context_.allowBF16ReductionCuBLAS();
-  bool fp16_accumulation_ = context_.allowFP16AccumulationCuBLAS();
+  Values prev_matmul_ = get(kMatmul);
+  Values prev_cudnn_ = get(kCudnn);
+  std::optional<at::Float32MatmulPrecision> prev_legacy_float32_;
+  std::optional<bool> prev_legacy_cudnn_;
+  Reduction prev_fp16_reduction_ = context_.allowFP16ReductionCuBLAS();
+  Reduction prev_bf16_reduction_ = context_.allowBF16ReductionCuBLAS();
+  bool prev_fp16_accumulation_ = context_.allowFP16AccumulationCuBLAS();
 };
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -230,7 +230,7 @@ class OpObserver {
     const auto handle = c10::Dispatcher::singleton().findSchema(*name);
     if (!handle) return nullptr;
     auto context = std::make_unique<Context>();
-    const OpArguments inputs = recorded_inputs(function);
+    const OpArguments inputs = get_recorded_inputs(function);
     for (const auto& link : links) {
       ObservedOp op{{handle->schema().name()},
                     *handle,

@@ -317,7 +317,7 @@ inline std::string OptLevel::list_properties() const {
   line("master_weights", flag(properties_.master_weights));
   line("loss_scale", loss_scale_.mode == LossScaleMode::dynamic
                          ? "dynamic"
-                         : detail::python_float(static_cast<float>(loss_scale_.init_scale)));
+                         : detail::format_python_float(static_cast<float>(loss_scale_.init_scale)));
   if (properties_.cast_model_outputs) line("cast_model_outputs", dtype(cast_model_outputs()));
   return text;
 }

@@ -207,28 +207,28 @@ class GradScaler {
   void load_state_dict(const StateDict& state);
 
  private:
-  using State = detail::PerOptimizerState;
+  using PerOptimizerState = detail::PerOptimizerState;
   using OptState = detail::OptState;
 
-  State& get_state(const torch::optim::Optimizer& optimizer);
-  State& get_state_to_step(const torch::optim::Optimizer& optimizer);
+  PerOptimizerState& get_optimizer_state(const torch::optim::Optimizer& optimizer);
+  PerOptimizerState& get_optimizer_state_for_step(const torch::optim::Optimizer& optimizer);
   void check_can_unscale(const torch::optim::Optimizer& optimizer, const StepPlan& plan) const;
-  void merge_found_inf(State& state, GradStats& stats) const;
+  void merge_found_inf(PerOptimizerState& state, GradStats& stats) const;
   void mark_cleared_grads();
-  void unscale_grads(OptimizerRef optimizer, State& state);
+  void unscale_grads(OptimizerRef optimizer, PerOptimizerState& state);
   StepResult step_on_device(optim::MixedPrecisionOptimizer& optimizer, const StepOptions& options);
   StepResult step_with_host_sync(OptimizerRef optimizer, const StepOptions& options);
   StepResult step_disabled(OptimizerRef optimizer, const StepOptions& options);
   StepResult step_with_closure(OptimizerRef optimizer,
                                const torch::optim::Optimizer::LossClosure& closure);
-  void add_found_inf(const State& state);
+  void add_found_inf(const PerOptimizerState& state);
   bool can_set_scale() const;
   void set_scale(const at::Tensor& new_scale);
   void finish_iteration();
   void check_scale_initialized(const char* call) const;
   at::Tensor get_scale_on(at::Device device);
   void lazy_init_scale(at::Device device);
-  LossScaleState read_state() const;
+  LossScaleState read_loss_scale_state() const;
   template <class Number>
   void set_option(const char* name, Number GradScalerOptions::*option, Number value);
 
@@ -236,7 +236,7 @@ class GradScaler {
   LossScaleState initial_state_;
   detail::ScaleTensors scale_;  // updated in place, since captured graphs hold the addresses
   std::unique_ptr<std::mutex> mutex_ = std::make_unique<std::mutex>();  // of `scale`
-  std::unordered_map<const torch::optim::Optimizer*, State> per_optimizer_states_;
+  std::unordered_map<const torch::optim::Optimizer*, PerOptimizerState> per_optimizer_states_;
   at::Tensor found_inf_;  // of the iteration: sum over its optimizers, added by add_found_inf
   detail::SkipReporter reporter_;
   detail::DeviceStepFuturePool future_pool_;

@@ -156,10 +156,10 @@ inline torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive
   optimizer.inner_.load(inner);
   scaler >> optimizer.scaler_;
   optimizer.iterations_ = iterations.toInt();
-  optim::MixedPrecisionOptimizer* const counting = optimizer.inner_.mixed_precision();
+  optim::MixedPrecisionOptimizer* const mixed_precision = optimizer.inner_.mixed_precision();
   // An archive of torch::optim::SGD has no step count; the inner optimizer has warned.
-  const bool lacks_steps = counting != nullptr && counting->applied_steps() == 0;
-  if (lacks_steps) counting->set_applied_steps(iterations.toInt());
+  const bool lacks_steps = mixed_precision != nullptr && mixed_precision->applied_steps() == 0;
+  if (lacks_steps) mixed_precision->set_applied_steps(iterations.toInt());
   return archive;
 }
 

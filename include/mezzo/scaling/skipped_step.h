@@ -34,7 +34,7 @@ struct SkippedStep {
 namespace detail {
 
 /// Formats a float as Python does: "32768.0", "3.0517578125e-05".
-inline std::string python_float(double value) {
+inline std::string format_python_float(double value) {
   char text[64];
   const bool is_fixed = value == 0 || (value >= 1e-4 && value < 1e16);
   const auto format = is_fixed ? std::chars_format::fixed : std::chars_format::scientific;
@@ -67,7 +67,7 @@ inline std::string SkippedStep::message() const {
                      : next_scale == scale ? " keeping loss scale at "
                                            : " setting loss scale to ";
   return "Gradient overflow or NaN.  Skipping step, loss scaler " + std::to_string(loss_id) + verb +
-         detail::python_float(next_scale);
+         detail::format_python_float(next_scale);
 }
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

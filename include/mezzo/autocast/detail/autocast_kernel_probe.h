@@ -146,7 +146,7 @@ class FirstOpRecorder {
 
   static std::unique_ptr<at::ObserverContext> start(const at::RecordFunction& function) {
     if (active_recorder() != nullptr && !active_recorder()->op_.has_value()) {
-      const auto inputs = recorded_inputs(function);
+      const auto inputs = get_recorded_inputs(function);
       active_recorder()->op_ = RecordedOp{function.name(), function.overload_name(),
                                           std::vector<c10::IValue>(inputs.begin(), inputs.end())};
     }

@@ -42,41 +42,41 @@ class AutocastRegion {
   explicit AutocastRegion(const AutocastOptions& options) noexcept
       : device_(*options.device_type),
         enabled_(options.enabled),
-        prev_(get_flags()),
+        prev_(get_device_state()),
         nesting_guard_(*options.dtype != prev_.dtype) {
-    set_flags({enabled_, *options.dtype, options.cache_enabled.value_or(prev_.cache_enabled),
-               OpOverrideMap::merge(prev_.op_overrides, options.op_overrides)});
+    set_device_state({enabled_, *options.dtype, options.cache_enabled.value_or(prev_.cache_enabled),
+                      OpOverrideMap::merge(prev_.op_overrides, options.op_overrides)});
   }
-  ~AutocastRegion() { set_flags(prev_); }
+  ~AutocastRegion() { set_device_state(prev_); }
   AutocastRegion(const AutocastRegion&) = delete;
   AutocastRegion& operator=(const AutocastRegion&) = delete;
 
   bool is_enabled() const noexcept { return enabled_; }
 
  private:
-  struct Flags {
+  struct DeviceState {
     bool enabled;
     at::ScalarType dtype;
     bool cache_enabled;
     OpOverridesHandle op_overrides;
   };
 
-  Flags get_flags() const noexcept {
+  DeviceState get_device_state() const noexcept {
     return {at::autocast::is_autocast_enabled(device_), at::autocast::get_autocast_dtype(device_),
             at::autocast::is_autocast_cache_enabled(),
             thread_op_overrides()[autocast_device_index(device_)]};
   }
 
-  void set_flags(const Flags& flags) const noexcept {
-    at::autocast::set_autocast_enabled(device_, flags.enabled);
-    at::autocast::set_autocast_dtype(device_, flags.dtype);
-    at::autocast::set_autocast_cache_enabled(flags.cache_enabled);
-    thread_op_overrides()[autocast_device_index(device_)] = flags.op_overrides;
+  void set_device_state(const DeviceState& state) const noexcept {
+    at::autocast::set_autocast_enabled(device_, state.enabled);
+    at::autocast::set_autocast_dtype(device_, state.dtype);
+    at::autocast::set_autocast_cache_enabled(state.cache_enabled);
+    thread_op_overrides()[autocast_device_index(device_)] = state.op_overrides;
   }
 
   c10::DeviceType device_;
   bool enabled_;
-  Flags prev_;
+  DeviceState prev_;
   NestingGuard nesting_guard_;
 };
 

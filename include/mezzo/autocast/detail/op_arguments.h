@@ -25,7 +25,7 @@ template struct PrivateMember<RecordedInputsMember, &at::RecordFunction::inputs_
 /// flag that only a libtorch built without NDEBUG sets, and so throws in a debug build against a
 /// release libtorch. TorchScript's interpreter records its whole stack, which ends with the
 /// arguments.
-inline OpArguments recorded_inputs(const at::RecordFunction& function) {
+inline OpArguments get_recorded_inputs(const at::RecordFunction& function) {
   const OpArguments stack = function.*private_member(RecordedInputsMember());
   return stack.slice(stack.size() - std::min(stack.size(), function.num_inputs()));
 }

@@ -118,15 +118,15 @@ class OverrideKernel final : public c10::OperatorKernel {
                  const RegisteredOp& registered_op)
       : registered_op_(registered_op), device_(device), key_(autocast_key(device)) {
     if (op.hasKernelForDispatchKey(key_)) {
-      previous_.emplace(op.getComputedKernelForDispatchKey(key_));
+      previous_kernel_.emplace(op.getComputedKernelForDispatchKey(key_));
     }
   }
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, c10::Stack* stack) {
     const OpOverrideMap* overrides = thread_op_overrides()[autocast_device_index(device_)].get();
     const auto policy = overrides == nullptr ? std::nullopt : overrides->find(registered_op_);
-    if (!policy && previous_) {
-      previous_->callBoxed(op, keys, stack);
+    if (!policy && previous_kernel_) {
+      previous_kernel_->callBoxed(op, keys, stack);
     } else if (policy.value_or(CastPolicy::fallthrough) == CastPolicy::fallthrough) {
       // Without excluding the key: the ops that this op calls are still cast.
       op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, key_), stack);
@@ -163,7 +163,7 @@ class OverrideKernel final : public c10::OperatorKernel {
   const RegisteredOp& registered_op_;
   c10::DeviceType device_;
   c10::DispatchKey key_;
-  std::optional<c10::SafeKernelFunction> previous_;
+  std::optional<c10::SafeKernelFunction> previous_kernel_;
 };
 
 /// An address in this library: each library that includes mezzo has its own, since it is hidden.

@@ -151,7 +151,7 @@ class RecordedSubgraph {
 // --- The call, and its node ----------------------------------------------------------------------
 
 template <class T>
-std::vector<at::Tensor> tensors_in(T& value) {
+std::vector<at::Tensor> collect_tensors(T& value) {
   std::vector<at::Tensor> tensors;
   for_each_tensor(value, [&](const at::Tensor& tensor) { tensors.push_back(tensor); });
   return tensors;
@@ -314,7 +314,7 @@ class RecomputeNode final : public torch::autograd::Node {
 /// unchanged.
 template <class Result>
 void replace_graph(Result& result, const GraphPosition& start, Recomputation recomputation) {
-  std::vector<at::Tensor> tensors = tensors_in(result);
+  std::vector<at::Tensor> tensors = collect_tensors(result);
   torch::autograd::edge_list roots;
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     if (!tensors[i].defined() || !tensors[i].requires_grad()) continue;
@@ -344,7 +344,7 @@ auto checkpointed_forward(const std::shared_ptr<F>& function,
   const auto run = [function, args] {  // as lvalues, which leaves them for the next call
     return std::apply([&](Args&... each) { return invoke_stored(*function, each...); }, *args);
   };
-  const auto arguments = [args] { return tensors_in(std::as_const(*args)); };
+  const auto arguments = [args] { return collect_tensors(std::as_const(*args)); };
   static_assert(contains_tensors<decltype(run())>(),
                 "mezzo::activation_checkpoint: the function's result has no tensors; return "
                 "tensors, or a struct with a member tensors() that lists them");
@@ -358,7 +358,7 @@ auto checkpointed_forward(const std::shared_ptr<F>& function,
       .run =
           [run] {
             auto result = run();
-            return tensors_in(result);
+            return collect_tensors(result);
           },
       .arguments = arguments,
       .versions = get_versions(arguments()),

@@ -32,7 +32,7 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-inline bool has_master(const StepPlan::Param& param) {
+inline bool has_fp32_master(const StepPlan::Param& param) {
   return param.storage == optim::WeightStorage::fp32_master;
 }
 
@@ -53,7 +53,7 @@ inline bool has_max_norm(const StepOptions& options) {
 /// Calls master_param() so that the masters, which callers may hold, share these gradients.
 inline void set_master_grads(optim::MixedPrecisionOptimizer* optimizer, StepPlan& plan) {
   for (StepPlan::Param& param : plan.params) {
-    if (!has_master(param)) continue;
+    if (!has_fp32_master(param)) continue;
     if (is_low_precision(param.gradient)) {
       const NoGradInferenceGuard no_grad(param.gradient.is_inference());
       param.gradient = param.parameter->grad().to(at::kFloat);
@@ -99,9 +99,10 @@ MEZZO_INLINE GradScaler::GradScaler(at::Device device, const GradScalerOptions& 
 
 // --- Unscaling ---------------------------------------------------------------------------------
 
-MEZZO_INLINE GradScaler::State& GradScaler::get_state(const torch::optim::Optimizer& optimizer) {
-  State new_state(optimizer);
-  State& state = per_optimizer_states_.try_emplace(&optimizer, new_state).first->second;
+MEZZO_INLINE GradScaler::PerOptimizerState& GradScaler::get_optimizer_state(
+    const torch::optim::Optimizer& optimizer) {
+  PerOptimizerState new_state(optimizer);
+  PerOptimizerState& state = per_optimizer_states_.try_emplace(&optimizer, new_state).first->second;
   if (!state.is_of_same_optimizer(new_state)) {
     add_found_inf(state);
     state = std::move(new_state);
@@ -114,7 +115,8 @@ MEZZO_INLINE void GradScaler::check_can_unscale(const torch::optim::Optimizer& o
                                                 const StepPlan& plan) const {
   const bool rejects_fp16 = plan.has_fp16_without_master && !options_.allow_fp16_gradients;
   for (const StepPlan::Param& param : plan.params) {
-    const bool is_fp16 = param.gradient.scalar_type() == at::kHalf && !detail::has_master(param);
+    const bool is_fp16 =
+        param.gradient.scalar_type() == at::kHalf && !detail::has_fp32_master(param);
     TORCH_CHECK(
         !rejects_fp16 || !is_fp16, "Attempting to unscale FP16 gradients. In C++: the gradient of ",
         detail::describe_param(optimizer, *param.parameter),
@@ -124,7 +126,7 @@ MEZZO_INLINE void GradScaler::check_can_unscale(const torch::optim::Optimizer& o
         "WeightStorage::fp32_master} (GradScaler({.allow_fp16_gradients = true}) unscales in "
         "float16)");
   }
-  State::check_not_unscaled(per_optimizer_states_, optimizer, plan);
+  PerOptimizerState::check_not_unscaled(per_optimizer_states_, optimizer, plan);
 }
 
 /// Called before a loss is scaled. Thread-safe.
@@ -144,7 +146,7 @@ MEZZO_INLINE at::Tensor GradScaler::unscale_(OptimizerRef optimizer) {
     return {};
   }
   check_scale_initialized("unscale_");
-  State& state = get_state(optimizer.optimizer());
+  PerOptimizerState& state = get_optimizer_state(optimizer.optimizer());
   TORCH_CHECK(
       state.stage != OptState::unscaled,
       "unscale_() has already been called on this optimizer since the last update(). In C++: "
@@ -159,7 +161,7 @@ MEZZO_INLINE at::Tensor GradScaler::unscale_(OptimizerRef optimizer) {
 }
 
 /// Casts the gradients of weights with masters to float32, then unscales all in place.
-MEZZO_INLINE void GradScaler::unscale_grads(OptimizerRef optimizer, State& state) {
+MEZZO_INLINE void GradScaler::unscale_grads(OptimizerRef optimizer, PerOptimizerState& state) {
   const c10::NoGradGuard no_grad;
   StepPlan plan = detail::make_plan(optimizer);
   check_can_unscale(optimizer.optimizer(), plan);
@@ -208,10 +210,10 @@ MEZZO_INLINE StepResult GradScaler::step_with_closure(
   return StepResult(StepResult::Values{.applied = true, .step_return = optimizer.step(closure)});
 }
 
-MEZZO_INLINE GradScaler::State& GradScaler::get_state_to_step(
+MEZZO_INLINE GradScaler::PerOptimizerState& GradScaler::get_optimizer_state_for_step(
     const torch::optim::Optimizer& optimizer) {
   check_scale_initialized("step");
-  State& state = get_state(optimizer);
+  PerOptimizerState& state = get_optimizer_state(optimizer);
   TORCH_CHECK(
       state.stage != OptState::stepped,
       "step() has already been called since the last update(). In C++: call scaler.update() "
@@ -222,7 +224,7 @@ MEZZO_INLINE GradScaler::State& GradScaler::get_state_to_step(
 
 /// Merges the found_inf of `unscale_` and of `stats`: afterwards `stats.found_inf` decides the
 /// step, and `state.found_inf` the next scale.
-MEZZO_INLINE void GradScaler::merge_found_inf(State& state, GradStats& stats) const {
+MEZZO_INLINE void GradScaler::merge_found_inf(PerOptimizerState& state, GradStats& stats) const {
   detail::add_flag(state.found_inf, detail::to_device(stats.found_inf, scale_.scale.device()));
   stats.found_inf = detail::to_device(state.found_inf, stats.inv_scale.device());
 }
@@ -230,7 +232,7 @@ MEZZO_INLINE void GradScaler::merge_found_inf(State& state, GradStats& stats) co
 /// Steps with a mixed-precision optimizer: the device decides, without a host sync.
 MEZZO_INLINE StepResult GradScaler::step_on_device(optim::MixedPrecisionOptimizer& optimizer,
                                                    const StepOptions& options) {
-  State& state = get_state_to_step(optimizer.optimizer());
+  PerOptimizerState& state = get_optimizer_state_for_step(optimizer.optimizer());
   const bool was_unscaled = state.stage == OptState::unscaled;
   StepPlan plan = optimizer.plan();
   was_unscaled ? state.check_still_unscaled(optimizer.optimizer())
@@ -253,7 +255,7 @@ MEZZO_INLINE StepResult GradScaler::step_on_device(optim::MixedPrecisionOptimize
 /// synchronizes with the host, which decides.
 MEZZO_INLINE StepResult GradScaler::step_with_host_sync(OptimizerRef optimizer,
                                                         const StepOptions& options) {
-  State& state = get_state_to_step(optimizer.optimizer());
+  PerOptimizerState& state = get_optimizer_state_for_step(optimizer.optimizer());
   const at::Tensor& scale = scale_.scale;
   const bool was_unscaled = state.stage == OptState::unscaled;
   if (!was_unscaled) unscale_grads(optimizer, state);
@@ -316,7 +318,7 @@ MEZZO_INLINE void GradScaler::update() {
 
 /// Adds the found_inf of an optimizer to that of the iteration. If the optimizer was unscaled but
 /// not stepped, also adds a result for `on_skip`.
-MEZZO_INLINE void GradScaler::add_found_inf(const State& state) {
+MEZZO_INLINE void GradScaler::add_found_inf(const PerOptimizerState& state) {
   if (!state.found_inf.defined()) return;
   detail::add_flag(found_inf_, state.found_inf);
   if (state.stage != OptState::unscaled) return;
@@ -427,7 +429,7 @@ MEZZO_INLINE void GradScaler::set_growth_interval(int64_t growth_interval) {
 }
 
 /// Records a use of the scale, since the caller may multiply a loss by it.
-MEZZO_INLINE LossScaleState GradScaler::read_state() const {
+MEZZO_INLINE LossScaleState GradScaler::read_loss_scale_state() const {
   reporter_.record_use();
   if (!scale_.scale.defined()) return initial_state_;
   return {.scale = scale_.scale.item<float>(),
@@ -437,7 +439,7 @@ MEZZO_INLINE LossScaleState GradScaler::read_state() const {
 
 MEZZO_INLINE GradScaler::StateDict GradScaler::state_dict() const {
   if (!options_.enabled) return {};
-  const LossScaleState state = read_state();
+  const LossScaleState state = read_loss_scale_state();
   return {{"scale", state.scale},
           {"growth_factor", options_.growth_factor},
           {"backoff_factor", options_.backoff_factor},

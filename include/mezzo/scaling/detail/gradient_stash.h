@@ -30,33 +30,33 @@ class GradientStash {
   explicit GradientStash(const std::vector<at::Tensor>& parameters) : parameters_(parameters) {
     const c10::NoGradGuard no_grad;
     for (const at::Tensor& parameter : parameters_) {  // may throw: before any change
-      tensors_.push_back(parameter.grad());
-      values_.push_back(clone_if_shared(parameter.grad()));
+      original_grads_.push_back(parameter.grad());
+      stashed_grads_.push_back(clone_if_shared(parameter.grad()));
     }
-    for (std::size_t i = 0; i < values_.size(); ++i) {
+    for (std::size_t i = 0; i < stashed_grads_.size(); ++i) {
       at::Tensor& gradient = parameters_[i].mutable_grad();
-      if (!gradient.defined()) tensors_[i] = values_[i] = at::Tensor();
+      if (!gradient.defined()) original_grads_[i] = stashed_grads_[i] = at::Tensor();
       gradient = at::Tensor();
     }
   }
   ~GradientStash() {
-    for (std::size_t i = values_.size(); i-- > 0;) restore(i);
+    for (std::size_t i = stashed_grads_.size(); i-- > 0;) restore(i);
   }
   GradientStash(const GradientStash&) = delete;
   GradientStash& operator=(const GradientStash&) = delete;
 
   /// Returns the stashed gradients; undefined for parameters without one.
-  const std::vector<at::Tensor>& gradients() const noexcept { return values_; }
+  const std::vector<at::Tensor>& gradients() const noexcept { return stashed_grads_; }
 
   /// Adds the stashed gradients to the current ones.
   /// \throws c10::Error if two gradients cannot be added; the destructor then restores
   void add_back() {
     const c10::NoGradGuard no_grad;
-    for (std::size_t i = 0; i < values_.size(); ++i) {
+    for (std::size_t i = 0; i < stashed_grads_.size(); ++i) {
       at::Tensor& gradient = parameters_[i].mutable_grad();
-      if (!values_[i].defined()) continue;
+      if (!stashed_grads_[i].defined()) continue;
       if (gradient.defined()) {
-        gradient = add_gradients(gradient, values_[i]);
+        gradient = add_gradients(gradient, stashed_grads_[i]);
       } else {
         restore(i);
       }
@@ -66,8 +66,8 @@ class GradientStash {
 
   /// Releases the stashed gradients, and keeps the current ones.
   void drop() noexcept {
-    values_.clear();
-    tensors_.clear();
+    stashed_grads_.clear();
+    original_grads_.clear();
   }
 
  private:
@@ -81,19 +81,19 @@ class GradientStash {
 
   void restore(std::size_t i) noexcept {
     at::Tensor& gradient = parameters_[i].mutable_grad();
-    gradient = values_[i];
-    if (values_[i].is_same(tensors_[i])) return;
+    gradient = stashed_grads_[i];
+    if (stashed_grads_[i].is_same(original_grads_[i])) return;
     try {
       const c10::NoGradGuard no_grad;
-      tensors_[i].copy_(values_[i]);
-      gradient = tensors_[i];
+      original_grads_[i].copy_(stashed_grads_[i]);
+      gradient = original_grads_[i];
     } catch (...) {  // the device has failed: keep the copy
     }
   }
 
   std::vector<at::Tensor> parameters_;
-  std::vector<at::Tensor> tensors_;  // the tensors that were in `.grad`
-  std::vector<at::Tensor> values_;   // the same tensors, or copies if their storage is shared
+  std::vector<at::Tensor> original_grads_;  // the tensors that were in `.grad`
+  std::vector<at::Tensor> stashed_grads_;  // the same tensors, or copies if their storage is shared
 };
 
 }  // namespace detail

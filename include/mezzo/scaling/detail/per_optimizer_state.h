@@ -39,16 +39,18 @@ class PerOptimizerState {
 
   explicit PerOptimizerState(const torch::optim::Optimizer& optimizer) {
     for (const auto& group : optimizer.param_groups()) {
-      if (!group.params().empty()) params_.emplace_back(group.params().front().getIntrusivePtr());
+      if (!group.params().empty())
+        first_params_.emplace_back(group.params().front().getIntrusivePtr());
     }
   }
 
   /// Returns whether `other`, of an optimizer at the same address, is of the same optimizer. The
   /// groups of a destroyed optimizer and of its successor have no first parameter in common.
   bool is_of_same_optimizer(const PerOptimizerState& other) const {
-    return params_.empty() ||
-           std::find_first_of(params_.begin(), params_.end(), other.params_.begin(),
-                              other.params_.end()) != params_.end();
+    return first_params_.empty() ||
+           std::find_first_of(first_params_.begin(), first_params_.end(),
+                              other.first_params_.begin(),
+                              other.first_params_.end()) != first_params_.end();
   }
 
   /// Records that the gradients of `plan` were unscaled in place.
@@ -121,7 +123,7 @@ class PerOptimizerState {
     return tensor.is_inference() ? 0 : static_cast<uint32_t>(tensor._version());
   }
 
-  std::vector<WeakTensor> params_;  // the first of each group
+  std::vector<WeakTensor> first_params_;  // the first of each group
   std::vector<UnscaledGrad> unscaled_grads_;
 };
 

@@ -4,6 +4,6 @@
 
 #include <torch/torch.h>
 
-inline torch::ScalarType dtype_of_product() {
+inline torch::ScalarType get_product_dtype() {
   return torch::mm(torch::ones({2, 2}), torch::ones({2, 2})).scalar_type();
 }
