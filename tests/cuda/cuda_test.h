@@ -63,21 +63,21 @@ inline std::vector<torch::Tensor> mixed_gradients() {
 
 /// Forbids host syncs: on a GPU they throw; on the emulated GPU the test fails at the end of the
 /// guard.
-class ForbidSync {
+class ForbidSyncGuard {
  public:
-  ForbidSync(const ForbidSync&) = delete;
-  ForbidSync& operator=(const ForbidSync&) = delete;
+  ForbidSyncGuard(const ForbidSyncGuard&) = delete;
+  ForbidSyncGuard& operator=(const ForbidSyncGuard&) = delete;
 #ifdef MEZZO_CUDA_EMULATION
-  ForbidSync() = default;
-  ~ForbidSync() { EXPECT_EQ(emulated_gpu::counts().syncs, syncs_) << "the host synchronized"; }
+  ForbidSyncGuard() = default;
+  ~ForbidSyncGuard() { EXPECT_EQ(emulated_gpu::counts().syncs, syncs_) << "the host synchronized"; }
 
  private:
   int64_t syncs_ = emulated_gpu::counts().syncs;
 #else
-  ForbidSync() {
+  ForbidSyncGuard() {
     c10::cuda::warning_state().set_sync_debug_mode(c10::cuda::SyncDebugMode::L_ERROR);
   }
-  ~ForbidSync() {
+  ~ForbidSyncGuard() {
     c10::cuda::warning_state().set_sync_debug_mode(c10::cuda::SyncDebugMode::L_DISABLED);
   }
 #endif

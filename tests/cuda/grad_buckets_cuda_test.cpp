@@ -20,7 +20,7 @@
 
 namespace {
 
-using cuda_test::ForbidSync;
+using cuda_test::ForbidSyncGuard;
 using cuda_test::kGpu;
 using cuda_test::mixed_gradients;
 using mezzo::GradBuckets;
@@ -63,7 +63,7 @@ TEST_F(GradBucketsCuda, GradStatsAreDeterministicWithoutSync) {
   const auto inv_scale = torch::full({}, 0.3F).to(kGpu);
   std::vector<Tensor> sums;
   {
-    const ForbidSync forbid;
+    const ForbidSyncGuard forbid;
     for (int i = 0; i < 5; ++i) {
       sums.push_back(mezzo::detail::compute_grad_stats(gradients, inv_scale).norm_sq);
     }

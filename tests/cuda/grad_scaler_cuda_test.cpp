@@ -16,7 +16,7 @@
 
 namespace {
 
-using cuda_test::ForbidSync;
+using cuda_test::ForbidSyncGuard;
 using cuda_test::kGpu;
 using mezzo::GradScaler;
 using mezzo::GradScalerOptions;
@@ -33,7 +33,7 @@ TEST_F(GradScalerCuda, UnscaleMatchesCpuWithoutSync) {
   auto found_inf = torch::zeros({}, kGpu);
   const auto inv_scale = torch::full({}, 0.3F, kGpu);
   {
-    const ForbidSync forbid;
+    const ForbidSyncGuard forbid;
     mezzo::detail::unscale_and_check_(gradients, found_inf, inv_scale);
   }
   EXPECT_EQ(found_inf.item<float>(), 0.0F);
@@ -48,10 +48,10 @@ TEST_F(GradScalerCuda, FindsNonfiniteElementsAndProducts) {
     mezzo::detail::unscale_and_check_(gradients, found_inf, torch::full({}, inv_scale, kGpu));
     return found_inf.item<float>() == 1.0F;
   };
-  for (const int64_t place : {0, 1, 4095, 70000}) {
+  for (const int64_t index : {0, 1, 4095, 70000}) {
     auto gradient = torch::ones({70001}, kGpu);
-    gradient[place] = kInfinity;
-    EXPECT_TRUE(found({torch::ones({5}, kGpu), gradient}, 0.5F)) << place;
+    gradient[index] = kInfinity;
+    EXPECT_TRUE(found({torch::ones({5}, kGpu), gradient}, 0.5F)) << index;
   }
   EXPECT_FALSE(found({torch::full({5}, 1e30F, kGpu)}, 0.5F));
   EXPECT_TRUE(found({torch::full({5}, 1e30F, kGpu)}, 1e20F));
@@ -73,12 +73,12 @@ TEST_F(GradScalerCuda, UpdateMatchesOptionsWithoutSync) {
     const bool found_inf = iteration == 'i';
     const auto flag = torch::full({}, found_inf ? 1.0F : 0.0F, kGpu);
     {
-      const ForbidSync forbid;
+      const ForbidSyncGuard forbid;
       mezzo::detail::update_scale_(options, tensors, flag);
     }
     state = options.next(state, found_inf);
     EXPECT_EQ(tensors.scale.item<float>(), state.scale);
-    EXPECT_EQ(tensors.inverse.item<float>(), 1.0F / state.scale);
+    EXPECT_EQ(tensors.inv_scale.item<float>(), 1.0F / state.scale);
     EXPECT_EQ(tensors.growth_tracker.item<int32_t>(), state.growth_tracker);
   }
 }

@@ -30,7 +30,7 @@
 
 namespace {
 
-using cuda_test::ForbidSync;
+using cuda_test::ForbidSyncGuard;
 using cuda_test::KernelsCuda;
 using cuda_test::kGpu;
 using mezzo::GradScaler;
@@ -225,7 +225,7 @@ class Twins {
       if (i == 0) {
         step();  // creates the state
       } else {
-        const ForbidSync forbid;
+        const ForbidSyncGuard forbid;
         step();
       }
       const auto left = parameters_.gpu[2].grad().abs().max().item<float>();
@@ -378,7 +378,7 @@ TEST_F(OptimCuda, LambMatchesCpuWithoutSync) {
       for (int i = 0; i < 5; ++i) {
         parameters.set_gradients(dtype, 1.0);
         cpu.step();
-        const ForbidSync forbid;
+        const ForbidSyncGuard forbid;
         gpu.step();
       }
       for (std::size_t i = 0; i < parameters.cpu.size(); ++i) {
@@ -428,8 +428,11 @@ TEST_F(KernelsCuda, LaunchCountsFollowMetadataCapacity) {
     };
     step();
     cuda_test::synchronize();
-    const auto tables = [](int rows, int room) { return (rows + room - 1) / room; };
-    EXPECT_EQ(cuda_test::count_launches(step), 3 + 2 * tables(count, 300) + tables(count + 1, 480))
+    const auto num_launches = [](int num_tensors, int capacity) {
+      return (num_tensors + capacity - 1) / capacity;
+    };
+    EXPECT_EQ(cuda_test::count_launches(step),
+              3 + 2 * num_launches(count, 300) + num_launches(count + 1, 480))
         << count;
   }
 }

@@ -39,7 +39,7 @@
 
 namespace {
 
-using cuda_test::ForbidSync;
+using cuda_test::ForbidSyncGuard;
 using cuda_test::KernelsCuda;
 using cuda_test::kGpu;
 using mezzo::GradScaler;
@@ -67,12 +67,12 @@ TEST_F(TrainingCuda, StepWaitsForSideStreamGradients) {
   side.synchronize();
   cuda_test::BusyStream busy;
   {
-    const ForbidSync forbid;
+    const ForbidSyncGuard forbid;
     (void)scaler.scale(torch::zeros({}, kGpu));
     x.mutable_grad().fill_(1);
   }
   const mezzo::StepResult result = [&] {
-    const ForbidSync forbid;
+    const ForbidSyncGuard forbid;
     return scaler.step(optimizer, {.max_norm = 1e9});
   }();
   scaler.update();
@@ -266,7 +266,7 @@ TEST_F(TrainingCuda, MetricsLoggerRecordsWithoutSync) {
   const std::vector<float> losses{1.0F, kInfinity, 0.5F};
   for (const float value : losses) {
     training.input.fill_(value);
-    const ForbidSync forbid;
+    const ForbidSyncGuard forbid;
     logger.record(training.iterate(), training.input, {.tokens = 10});
   }
   logger.flush();

@@ -150,7 +150,7 @@ class Block {
   uint64_t warp_shuffle(unsigned mask, uint64_t word, int lanes,
                         const std::source_location& where) {
     if (mask != 0xFFFFFFFFU)
-      throw Fault("a shuffle with another mask than all lanes: " + to_string(where));
+      throw CudaUsageError("a shuffle with another mask than all lanes: " + to_string(where));
     Thread& self = thread(running_);
     self.word = word;
     self.lanes = lanes;
@@ -164,9 +164,9 @@ class Block {
   Thread& thread(int number) { return threads_[as_size(number)]; }
 
   int next() {
-    const std::size_t place =
+    const std::size_t index =
         std::uniform_int_distribution<std::size_t>(0, ready_.size() - 1)(random_);
-    std::swap(ready_[place], ready_.back());
+    std::swap(ready_[index], ready_.back());
     const int number = ready_.back();
     ready_.pop_back();
     return number;
@@ -275,9 +275,9 @@ class Block {
       return name + (one.state == State::at_barrier ? " waits at the barrier " : " shuffles at ") +
              to_string(one.where);
     };
-    failure_ = std::make_exception_ptr(Fault("block " + std::to_string(number_) +
-                                             " is deadlocked: " + describe(number) + ", " +
-                                             describe(other)));
+    failure_ = std::make_exception_ptr(CudaUsageError("block " + std::to_string(number_) +
+                                                      " is deadlocked: " + describe(number) + ", " +
+                                                      describe(other)));
   }
 
   /// Unwinds the stacks of a failed block's threads that began.
@@ -359,8 +359,8 @@ uint64_t warp_shuffle(unsigned mask, uint64_t word, int lanes, const std::source
 
 void run_grid(int64_t blocks, int threads, const std::function<void()>& thread) {
   if (blocks < 1 || blocks > kMaxBlocks || threads < 1 || threads > kMaxThreads) {
-    throw Fault("a launch of " + std::to_string(blocks) + " blocks of " + std::to_string(threads) +
-                " threads");
+    throw CudaUsageError("a launch of " + std::to_string(blocks) + " blocks of " +
+                         std::to_string(threads) + " threads");
   }
   std::mt19937_64 random(current_seed);
   std::vector<int64_t> order(static_cast<std::size_t>(blocks));

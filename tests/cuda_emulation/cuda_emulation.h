@@ -5,10 +5,9 @@
 /// A launch on the CPU runs at once, and one on an emulated GPU (emulated_gpu.h) from its stream's
 /// queue. Threads of a block are fibers: one runs until it waits or ends. The order of threads and
 /// blocks is drawn from a seed, and warps have no lockstep. Shared memory is 0xFF bytes (NaN) at
-/// the
-/// start of each block, so that premature reads show. Undefined behavior throws a Fault: a barrier
-/// that not all threads of the block reach, a shuffle that a lane of the warp misses, a launch
-/// without blocks.
+/// the start of each block, so that premature reads show. Undefined behavior throws a
+/// CudaUsageError: a barrier that not all threads of the block reach, a shuffle that a lane of the
+/// warp misses, a launch without blocks.
 #pragma once
 
 #include <mezzo/base/version.h>
@@ -33,7 +32,7 @@
 namespace cuda_emulation {
 
 /// Undefined behavior of a kernel or of a call.
-struct Fault : std::runtime_error {
+struct CudaUsageError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 

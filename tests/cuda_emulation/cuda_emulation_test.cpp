@@ -12,7 +12,7 @@
 
 namespace {
 
-using cuda_emulation::Fault;
+using cuda_emulation::CudaUsageError;
 using mezzo::detail::cuda::launch;
 using mezzo::detail::cuda::Stream;
 
@@ -25,13 +25,13 @@ class CudaEmulation : public testing::Test {
   void TearDown() override { cuda_emulation::set_seed(1); }
 };
 
-/// Returns the message of the Fault that `work` throws, or an empty string.
+/// Returns the message of the CudaUsageError that `work` throws, or an empty string.
 template <class Work>
-std::string fault_of(const Work& work) {
+std::string message_of_usage_error(const Work& work) {
   try {
     work();
     return "";
-  } catch (const Fault& fault) {
+  } catch (const CudaUsageError& fault) {
     return fault.what();
   }
 }
@@ -155,7 +155,7 @@ TEST_F(CudaEmulation, ThrowsForUndefinedBehavior) {
   for (uint64_t seed = 0; seed < kSeeds; ++seed) {
     cuda_emulation::set_seed(seed);
     const auto fault = [&]<auto kKernel>(auto... args) {
-      return fault_of([&] { launch<kKernel>(3, kThreads, Stream{}, args...); });
+      return message_of_usage_error([&] { launch<kKernel>(3, kThreads, Stream{}, args...); });
     };
     EXPECT_THAT(fault.template operator()<barrier_without_thread_3>(),
                 HasSubstr("thread 3 has ended"));
@@ -165,7 +165,8 @@ TEST_F(CudaEmulation, ThrowsForUndefinedBehavior) {
     EXPECT_THAT(fault.template operator()<partial_mask>(to), HasSubstr("another mask"));
   }
   const auto launch_size = [&](int64_t blocks, int threads) {
-    return fault_of([&] { launch<barrier_without_thread_3>(blocks, threads, Stream{}); });
+    return message_of_usage_error(
+        [&] { launch<barrier_without_thread_3>(blocks, threads, Stream{}); });
   };
   EXPECT_THAT(launch_size(0, 32), HasSubstr("0 blocks"));
   EXPECT_THAT(launch_size(int64_t{1} << 31, 32), HasSubstr("2147483648 blocks"));

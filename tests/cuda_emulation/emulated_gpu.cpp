@@ -35,18 +35,18 @@ struct HiddenWrite {
 using HiddenWrites = std::set<std::shared_ptr<HiddenWrite>>;
 
 /// A record of an event.
-struct Marker {
+struct EventRecord {
   bool is_done = false;
   std::chrono::steady_clock::time_point reached{};
-  HiddenWrites behind;  // writes that ran before the record
+  HiddenWrites preceding_writes;  // writes that ran before the record
   uint64_t capture = 0;
   std::set<std::size_t> nodes;  // of the capture, before the record
 };
 
 struct Work {
   std::function<void()> run;
-  std::shared_ptr<Marker> waits_for;
-  std::shared_ptr<Marker> marks;
+  std::shared_ptr<EventRecord> waits_for;
+  std::shared_ptr<EventRecord> marks;
 };
 
 struct Graph::Recording {
@@ -74,10 +74,10 @@ struct Machine {
   c10::StreamId streams = 0;
   Counts counts;
   std::vector<std::shared_ptr<HiddenWrite>> hidden;  // in the order in which they ran
-  std::map<Key, HiddenWrites> behind;                // writes that a stream's next work follows
+  std::map<Key, HiddenWrites> preceding_writes;      // writes that a stream's next work follows
   Key running{};                                     // the stream whose work runs
 
-  static Machine& the() {
+  static Machine& instance() {
     static auto* const machine = new Machine;  // leaked, since static tensors may outlive it
     return *machine;
   }
@@ -102,15 +102,16 @@ struct Machine {
     std::deque<Work>& queue = queues[running];
     const Work work = std::move(queue.front());
     queue.pop_front();
-    HiddenWrites& own = behind[running];
+    HiddenWrites& writes = preceding_writes[running];
     if (work.waits_for != nullptr) {
-      own.insert(work.waits_for->behind.begin(), work.waits_for->behind.end());
+      writes.insert(work.waits_for->preceding_writes.begin(),
+                    work.waits_for->preceding_writes.end());
     }
     if (work.run) work.run();
     if (work.marks != nullptr) {
       work.marks->is_done = true;
       work.marks->reached = std::chrono::steady_clock::now();
-      work.marks->behind = own;
+      work.marks->preceding_writes = writes;
     }
     return true;
   }
@@ -121,7 +122,7 @@ struct Machine {
     std::vector<std::vector<char>> before;                  // device view
     for (const void* const memory : pinned) {
       const auto [begin, bytes] = pinned_block(memory);
-      if (begin == nullptr) throw Fault("a kernel writes pinned memory that was freed");
+      if (begin == nullptr) throw CudaUsageError("a kernel writes pinned memory that was freed");
       seen.emplace_back(begin, std::vector<char>(begin, begin + bytes));
     }
     for (const auto& [begin, bytes] : seen) {
@@ -137,25 +138,25 @@ struct Machine {
         if (write->memory[at] != before[i][at]) write->changed.emplace_back(at, write->memory[at]);
       }
       hidden.push_back(write);
-      behind[running].insert(write);
+      preceding_writes[running].insert(write);
     }
     for (const auto& [begin, bytes] : seen) std::copy(bytes.begin(), bytes.end(), begin);
   }
 
-  /// Makes the writes of `known` visible to the host. A copy, since `behind` changes.
+  /// Makes the writes of `known` visible to the host. A copy, since `preceding_writes` changes.
   void show(const HiddenWrites known) {
     std::erase_if(hidden, [&](const auto& write) {
       if (known.count(write) == 0) return false;
       write->show();
       return true;
     });
-    for (auto& [key, writes] : behind) {
+    for (auto& [key, writes] : preceding_writes) {
       std::erase_if(writes, [&](const auto& write) { return known.count(write) != 0; });
     }
   }
   /// Makes all writes of a device visible to the host.
   void show(c10::DeviceIndex device) {
-    for (const auto& [key, writes] : std::map(behind)) {
+    for (const auto& [key, writes] : std::map(preceding_writes)) {
       if (key.first == device) show(writes);
     }
   }
@@ -163,7 +164,7 @@ struct Machine {
   template <class IsDone>
   void run_until(const IsDone& is_done) {
     while (!is_done()) {
-      if (!run_one()) throw Fault("deadlock: no work of the device can run");
+      if (!run_one()) throw CudaUsageError("deadlock: no work of the device can run");
     }
   }
 
@@ -181,7 +182,7 @@ struct Machine {
   }
 
   void check_no_capture(const char* what) const {
-    if (!active.empty()) throw Fault(std::string(what) + " during a capture");
+    if (!active.empty()) throw CudaUsageError(std::string(what) + " during a capture");
   }
 };
 
@@ -228,81 +229,81 @@ class GuardImpl final : public c10::impl::DeviceGuardImplInterface {
 
   void record(void** event, const c10::Stream& stream, c10::DeviceIndex /*index*/,
               c10::EventFlag /*flag*/) const override {
-    Machine& machine = Machine::the();
+    Machine& machine = Machine::instance();
     const std::lock_guard lock(machine.mutex);
-    if (*event == nullptr) *event = new std::shared_ptr<Marker>;
-    auto marker = std::make_shared<Marker>();
+    if (*event == nullptr) *event = new std::shared_ptr<EventRecord>;
+    auto event_record = std::make_shared<EventRecord>();
     if (auto* const recording = machine.recording_of(key_of(stream))) {
-      marker->capture = recording->id;
-      marker->nodes = recording->ends[key_of(stream)];
+      event_record->capture = recording->id;
+      event_record->nodes = recording->ends[key_of(stream)];
     } else {
-      machine.queues[key_of(stream)].push_back({nullptr, nullptr, marker});
+      machine.queues[key_of(stream)].push_back({nullptr, nullptr, event_record});
     }
-    marker_of(*event) = std::move(marker);
+    get_event_record(*event) = std::move(event_record);
   }
   void block(void* event, const c10::Stream& stream) const override {
-    Machine& machine = Machine::the();
+    Machine& machine = Machine::instance();
     const std::lock_guard lock(machine.mutex);
-    if (event == nullptr || marker_of(event) == nullptr) return;
-    const std::shared_ptr<Marker>& marker = marker_of(event);
+    if (event == nullptr || get_event_record(event) == nullptr) return;
+    const std::shared_ptr<EventRecord>& event_record = get_event_record(event);
     const Key key = key_of(stream);
     auto* recording = machine.recording_of(key);
-    if (recording == nullptr && marker->capture == 0) {
-      machine.queues[key].push_back({nullptr, marker, nullptr});
+    if (recording == nullptr && event_record->capture == 0) {
+      machine.queues[key].push_back({nullptr, event_record, nullptr});
       return;
     }
-    if (recording == nullptr && machine.active.count(marker->capture) != 0) {
+    if (recording == nullptr && machine.active.count(event_record->capture) != 0) {
       for (const auto& [other, recording_of_stream] : machine.captured) {
-        if (recording_of_stream->id == marker->capture) recording = recording_of_stream;
+        if (recording_of_stream->id == event_record->capture) recording = recording_of_stream;
       }
       machine.captured[key] = recording;  // the stream joins the capture
     }
-    if (recording == nullptr || recording->id != marker->capture) {
-      throw Fault("a stream waits for an event across the border of a capture");
+    if (recording == nullptr || recording->id != event_record->capture) {
+      throw CudaUsageError("a stream waits for an event of another capture");
     }
-    recording->ends[key].insert(marker->nodes.begin(), marker->nodes.end());
+    recording->ends[key].insert(event_record->nodes.begin(), event_record->nodes.end());
   }
   bool queryEvent(void* event) const override {
-    Machine& machine = Machine::the();
+    Machine& machine = Machine::instance();
     const std::lock_guard lock(machine.mutex);
-    if (event == nullptr || marker_of(event) == nullptr) return true;
-    check_queryable(*marker_of(event));
+    if (event == nullptr || get_event_record(event) == nullptr) return true;
+    check_queryable(*get_event_record(event));
     machine.run_some();
-    const Marker& marker = *marker_of(event);
-    if (marker.is_done) machine.show(marker.behind);
-    return marker.is_done;
+    const EventRecord& event_record = *get_event_record(event);
+    if (event_record.is_done) machine.show(event_record.preceding_writes);
+    return event_record.is_done;
   }
   /// Host time between the records; the emulation has no device time.
   double elapsedTime(void* first, void* second, c10::DeviceIndex /*index*/) const override {
     const std::chrono::duration<double, std::milli> time =
-        marker_of(second)->reached - marker_of(first)->reached;
+        get_event_record(second)->reached - get_event_record(first)->reached;
     return time.count();
   }
   void synchronizeEvent(void* event) const override {
-    Machine& machine = Machine::the();
+    Machine& machine = Machine::instance();
     const std::lock_guard lock(machine.mutex);
-    if (event == nullptr || marker_of(event) == nullptr) return;
-    check_queryable(*marker_of(event));
-    if (!marker_of(event)->is_done) ++machine.counts.syncs;
-    machine.run_until([&] { return marker_of(event)->is_done; });
-    machine.show(marker_of(event)->behind);
+    if (event == nullptr || get_event_record(event) == nullptr) return;
+    check_queryable(*get_event_record(event));
+    if (!get_event_record(event)->is_done) ++machine.counts.syncs;
+    machine.run_until([&] { return get_event_record(event)->is_done; });
+    machine.show(get_event_record(event)->preceding_writes);
   }
   void destroyEvent(void* event, c10::DeviceIndex /*index*/) const noexcept override {
-    delete static_cast<std::shared_ptr<Marker>*>(event);
+    delete static_cast<std::shared_ptr<EventRecord>*>(event);
   }
 
   bool queryStream(const c10::Stream& stream) const override {
-    Machine& machine = Machine::the();
+    Machine& machine = Machine::instance();
     const std::lock_guard lock(machine.mutex);
     machine.check_no_capture("query of a stream");
     machine.run_some();
     const bool is_idle = machine.queues[key_of(stream)].empty();
-    if (is_idle) machine.show(machine.behind[key_of(stream)]);
+    if (is_idle) machine.show(machine.preceding_writes[key_of(stream)]);
     return is_idle;
   }
   void synchronizeStream(const c10::Stream& stream) const override { wait_for(stream); }
   void synchronizeDevice(c10::DeviceIndex index) const override {
-    Machine& machine = Machine::the();
+    Machine& machine = Machine::instance();
     const std::lock_guard lock(machine.mutex);
     check_not_capturing("synchronization with a device");
     ++machine.counts.syncs;
@@ -318,12 +319,12 @@ class GuardImpl final : public c10::impl::DeviceGuardImplInterface {
   }
 
  private:
-  static std::shared_ptr<Marker>& marker_of(void* event) {
-    return *static_cast<std::shared_ptr<Marker>*>(event);
+  static std::shared_ptr<EventRecord>& get_event_record(void* event) {
+    return *static_cast<std::shared_ptr<EventRecord>*>(event);
   }
-  static void check_queryable(const Marker& marker) {
+  static void check_queryable(const EventRecord& event_record) {
     check_not_capturing("query of an event");
-    if (marker.capture != 0) throw Fault("the host asks for an event that was captured");
+    if (event_record.capture != 0) throw CudaUsageError("query of an event that was captured");
   }
 };
 
@@ -357,13 +358,13 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 
 }  // namespace
 
-std::recursive_mutex& mutex() { return Machine::the().mutex; }
+std::recursive_mutex& mutex() { return Machine::instance().mutex; }
 
 c10::Stream current_stream(c10::Device of) { return GuardImpl().getStream(of); }
 
 void enqueue(const c10::Stream& stream, std::function<void()> run, Kind kind,
              std::vector<const void*> pinned) {
-  Machine& machine = Machine::the();
+  Machine& machine = Machine::instance();
   const std::lock_guard lock(machine.mutex);
   if (kind == Kind::launch) ++machine.counts.launches;
   if (kind == Kind::op) ++machine.counts.ops;
@@ -382,26 +383,26 @@ void enqueue(const c10::Stream& stream, std::function<void()> run, Kind kind,
 }
 
 void check_not_capturing(const char* what) {
-  if (cuda_emulation::relaxed_guards == 0) Machine::the().check_no_capture(what);
+  if (cuda_emulation::relaxed_guards == 0) Machine::instance().check_no_capture(what);
 }
 
 void wait_for(const c10::Stream& stream) {
-  Machine& machine = Machine::the();
+  Machine& machine = Machine::instance();
   const std::lock_guard lock(machine.mutex);
   machine.check_no_capture("synchronization with a stream");
   ++machine.counts.syncs;
   machine.run_until([&] { return machine.queues[key_of(stream)].empty(); });
-  machine.show(machine.behind[key_of(stream)]);
+  machine.show(machine.preceding_writes[key_of(stream)]);
 }
 
 uint64_t capture_id_of(const c10::Stream& stream) {
-  Machine& machine = Machine::the();
+  Machine& machine = Machine::instance();
   const std::lock_guard lock(machine.mutex);
   const auto* const recording = machine.recording_of(key_of(stream));
   return recording == nullptr ? 0 : recording->id;
 }
 
-void order(const c10::Stream& earlier, const c10::Stream& later) {
+void add_dependency(const c10::Stream& earlier, const c10::Stream& later) {
   const GuardImpl guard;
   void* event = nullptr;
   guard.record(&event, earlier, earlier.device_index(), c10::EventFlag::PYTORCH_DEFAULT);
@@ -410,24 +411,24 @@ void order(const c10::Stream& earlier, const c10::Stream& later) {
 }
 
 std::function<bool()> make_query(const c10::Stream& stream) {
-  Machine& machine = Machine::the();
+  Machine& machine = Machine::instance();
   const std::lock_guard lock(machine.mutex);
   if (machine.recording_of(key_of(stream)) != nullptr) return [] { return false; };
-  auto marker = std::make_shared<Marker>();
-  machine.queues[key_of(stream)].push_back({nullptr, nullptr, marker});
-  return [marker] { return marker->is_done; };
+  auto event_record = std::make_shared<EventRecord>();
+  machine.queues[key_of(stream)].push_back({nullptr, nullptr, event_record});
+  return [event_record] { return event_record->is_done; };
 }
 
 void begin(uint64_t seed) {
   run_all();
-  Machine& machine = Machine::the();
+  Machine& machine = Machine::instance();
   const std::lock_guard lock(machine.mutex);
   machine.random.seed(seed);
   machine.counts = {};
 }
 
 void run_all() {
-  Machine& machine = Machine::the();
+  Machine& machine = Machine::instance();
   const std::lock_guard lock(machine.mutex);
   machine.run_until([&] {
     return std::all_of(machine.queues.begin(), machine.queues.end(),
@@ -438,20 +439,20 @@ void run_all() {
 }
 
 c10::Stream new_stream(int device_index) {
-  Machine& machine = Machine::the();
+  Machine& machine = Machine::instance();
   const std::lock_guard lock(machine.mutex);
   return stream_of(static_cast<c10::DeviceIndex>(device_index), ++machine.streams);
 }
 
-StreamBlocker::StreamBlocker(const c10::Stream& stream) : gate_(std::make_shared<Marker>()) {
-  Machine& machine = Machine::the();
+StreamBlocker::StreamBlocker(const c10::Stream& stream) : gate_(std::make_shared<EventRecord>()) {
+  Machine& machine = Machine::instance();
   const std::lock_guard lock(machine.mutex);
   machine.queues[key_of(stream)].push_back({nullptr, gate_, nullptr});
 }
 
 void StreamBlocker::end() { gate_->is_done = true; }
 
-Counts counts() { return Machine::the().counts; }
+Counts counts() { return Machine::instance().counts; }
 
 }  // namespace emulated_gpu
 
@@ -461,7 +462,7 @@ c10::Stream cuda_emulation::current_stream(c10::Device device) {
 }
 void cuda_emulation::enqueue_launch(const c10::Stream& stream, std::size_t bytes,
                                     std::vector<const void*> pointers, std::function<void()> run) {
-  emulated_gpu::Machine& machine = emulated_gpu::Machine::the();
+  emulated_gpu::Machine& machine = emulated_gpu::Machine::instance();
   const std::lock_guard lock(machine.mutex);
   machine.counts.argument_bytes += static_cast<int64_t>(bytes);
   std::erase_if(pointers, [](const void* pointer) { return !emulated_gpu::is_pinned(pointer); });
@@ -477,17 +478,17 @@ Graph::Graph() : recording_(std::make_shared<Recording>()) {}
 Graph::~Graph() = default;
 
 void Graph::capture_begin() {
-  Machine& machine = Machine::the();
+  Machine& machine = Machine::instance();
   const std::lock_guard lock(machine.mutex);
   const Key key = key_of(current_stream(device(current.device)));
-  if (key.second == 0) throw Fault("the default stream cannot be captured");
+  if (key.second == 0) throw CudaUsageError("the default stream cannot be captured");
   *recording_ = Recording{++machine.captures, key, {}, {}};
   machine.captured[key] = recording_.get();
   machine.active.insert(recording_->id);
 }
 
 void Graph::capture_end() {
-  Machine& machine = Machine::the();
+  Machine& machine = Machine::instance();
   const std::lock_guard lock(machine.mutex);
   std::erase_if(machine.captured,
                 [&](const auto& captured) { return captured.second == recording_.get(); });
@@ -503,15 +504,15 @@ void Graph::capture_end() {
                 recording_->nodes[node].after.end());
   }
   if (joined.size() != recording_->nodes.size()) {
-    throw Fault("a capture ends before another stream's work has come back to it");
+    throw CudaUsageError("a capture ends before a forked stream has joined it");
   }
 }
 
 void Graph::replay() {
-  Machine& machine = Machine::the();
+  Machine& machine = Machine::instance();
   const std::lock_guard lock(machine.mutex);
   const Key key = key_of(current_stream(device(current.device)));
-  if (machine.recording_of(key) != nullptr) throw Fault("a replay during a capture");
+  if (machine.recording_of(key) != nullptr) throw CudaUsageError("a replay during a capture");
   const std::vector<Recording::Node>& nodes = recording_->nodes;
   std::vector<std::size_t> missing;  // number of unfinished dependencies
   std::vector<std::vector<std::size_t>> followers(nodes.size());
@@ -529,7 +530,7 @@ void Graph::replay() {
       if (--missing[follower] == 0) ready.push_back(follower);
     }
     for (const void* const memory : nodes[node].pinned) {
-      if (!is_pinned(memory)) throw Fault("a replay uses pinned memory that was freed");
+      if (!is_pinned(memory)) throw CudaUsageError("a replay uses pinned memory that was freed");
     }
     machine.queues[key].push_back({nodes[node].run, nullptr, nullptr});
   }

@@ -5,8 +5,7 @@
 /// Calls only enqueue work. Which stream's work runs next, and when, is drawn from a seed; only a
 /// host sync forces it. The caching allocator works like libtorch's for CUDA: freed memory is
 /// reused by its stream at once, and a capture has a private pool. New and freed memory is NaN, in
-/// stream order. What
-/// CUDA forbids throws a Fault.
+/// stream order. Calls that CUDA forbids throw a CudaUsageError.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -21,7 +20,7 @@
 
 namespace emulated_gpu {
 
-using cuda_emulation::Fault;
+using cuda_emulation::CudaUsageError;
 
 inline constexpr int kDevices = 2;
 inline c10::Device device(int index = 0) {
@@ -31,8 +30,8 @@ inline c10::Device device(int index = 0) {
 /// Runs all enqueued work, resets the counts, and seeds the scheduler.
 void begin(uint64_t seed);
 
-/// Runs all enqueued work and checks the guard bytes of all memory. \throws Fault for an out-of-bounds
-/// write
+/// Runs all enqueued work and checks the guard bytes of all memory.
+/// \throws CudaUsageError for an out-of-bounds write
 void run_all();
 
 /// Returns a new stream. The default stream cannot be captured, as in CUDA.
@@ -48,7 +47,7 @@ class StreamBlocker {
   StreamBlocker& operator=(const StreamBlocker&) = delete;
 
  private:
-  std::shared_ptr<struct Marker> gate_;
+  std::shared_ptr<struct EventRecord> gate_;
 };
 
 /// Counts of calls since `begin`.

@@ -18,8 +18,8 @@ namespace emulated_gpu {
 namespace {
 
 constexpr std::size_t kAlignment = 512;
-constexpr std::size_t kEnd = 64;  // guard bytes after each block
-constexpr int kNobodys = 0xAB;
+constexpr std::size_t kNumGuardBytes = 64;  // guard bytes after each block
+constexpr int kGuardByte = 0xAB;
 constexpr int kNan = 0xFF;
 
 using Pool = std::tuple<c10::DeviceIndex, c10::StreamId, uint64_t>;  // device, stream, capture
@@ -42,8 +42,8 @@ class DeviceMemory final : public c10::Allocator {
     if (bytes == 0) return {nullptr, on};
     const std::lock_guard lock(mutex());
     const c10::Stream stream = emulated_gpu::current_stream(on);
-    take_back_late();
-    Block* const block = take(stream, bytes);
+    process_events();
+    Block* const block = get_block(stream, bytes);
     enqueue(
         stream, [block] { std::memset(block->memory, kNan, block->bytes); }, Kind::poison);
     return {block->memory, block, &DeviceMemory::free, on};
@@ -53,17 +53,18 @@ class DeviceMemory final : public c10::Allocator {
     std::memcpy(to, from, bytes);
   }
 
-  static DeviceMemory& the() {
+  static DeviceMemory& instance() {
     static auto* const memory = new DeviceMemory;
     return *memory;
   }
   static constexpr auto kDeleter() { return &DeviceMemory::free; }
 
-  void check_ends() const {
+  void check_guard_bytes() const {
     for (const Block* block : blocks_) {
-      for (std::size_t i = 0; i < kEnd; ++i) {
-        if (static_cast<unsigned char>(block->memory[block->bytes + i]) != kNobodys) {
-          throw Fault("somebody wrote behind " + std::to_string(block->bytes) + " bytes");
+      for (std::size_t i = 0; i < kNumGuardBytes; ++i) {
+        if (static_cast<unsigned char>(block->memory[block->bytes + i]) != kGuardByte) {
+          throw CudaUsageError("out-of-bounds write after an allocation of " +
+                               std::to_string(block->bytes) + " bytes");
         }
       }
     }
@@ -74,7 +75,7 @@ class DeviceMemory final : public c10::Allocator {
     return c10::impl::getDeviceGuardImpl(c10::kPrivateUse1)->getDevice();
   }
 
-  Block* take(const c10::Stream& stream, std::size_t bytes) {
+  Block* get_block(const c10::Stream& stream, std::size_t bytes) {
     const uint64_t capture = capture_id_of(stream);
     std::vector<Block*>& free = free_[{stream.device_index(), stream.id(), capture}];
     for (auto at = free.rbegin(); at != free.rend(); ++at) {
@@ -83,9 +84,9 @@ class DeviceMemory final : public c10::Allocator {
       free.erase(std::next(at).base());
       return block;
     }
-    const std::size_t whole = (bytes + kEnd + kAlignment - 1) / kAlignment * kAlignment;
+    const std::size_t whole = (bytes + kNumGuardBytes + kAlignment - 1) / kAlignment * kAlignment;
     auto* const memory = static_cast<char*>(std::aligned_alloc(kAlignment, whole));
-    std::memset(memory + bytes, kNobodys, whole - bytes);
+    std::memset(memory + bytes, kGuardByte, whole - bytes);
     return blocks_.emplace_back(new Block{memory, bytes, stream, capture, {}, {}});
   }
 
@@ -98,13 +99,13 @@ class DeviceMemory final : public c10::Allocator {
     }
     block->users.clear();
     if (!block->are_done.empty()) {
-      the().late_.push_back(block);
+      instance().pending_.push_back(block);
     } else {
-      the().take_back(block);
+      instance().free_block(block);
     }
   }
 
-  void take_back(Block* block) {
+  void free_block(Block* block) {
     const bool is_replayed = block->capture != 0 || capture_id_of(block->stream) != 0;
     if (!is_replayed) {
       enqueue(
@@ -113,20 +114,20 @@ class DeviceMemory final : public c10::Allocator {
     free_[block->pool()].push_back(block);
   }
 
-  void take_back_late() {
+  void process_events() {
     std::vector<Block*> later;
-    for (Block* const block : std::exchange(late_, {})) {
+    for (Block* const block : std::exchange(pending_, {})) {
       bool is_done = true;
       for (const auto& done : block->are_done) is_done = is_done && done();
       if (is_done) block->are_done.clear();
-      is_done ? take_back(block) : later.push_back(block);
+      is_done ? free_block(block) : later.push_back(block);
     }
-    late_.insert(late_.end(), later.begin(), later.end());
+    pending_.insert(pending_.end(), later.begin(), later.end());
   }
 
   std::vector<Block*> blocks_;
   std::map<Pool, std::vector<Block*>> free_;
-  std::vector<Block*> late_;
+  std::vector<Block*> pending_;
 };
 
 class PinnedMemory final : public at::HostAllocator {
@@ -154,7 +155,7 @@ class PinnedMemory final : public at::HostAllocator {
   void reset_accumulated_stats() override {}
   void reset_peak_stats() override {}
 
-  static PinnedMemory& the() {
+  static PinnedMemory& instance() {
     static auto* const memory = new PinnedMemory;
     return *memory;
   }
@@ -182,7 +183,7 @@ class PinnedMemory final : public at::HostAllocator {
 
   static void free(void* memory) {
     const std::lock_guard lock(mutex());
-    Allocation& allocation = the().all_.at(static_cast<char*>(memory));
+    Allocation& allocation = instance().all_.at(static_cast<char*>(memory));
     allocation.is_freed = true;
     for (const auto& [index, id] : allocation.users) {
       allocation.are_done.push_back(
@@ -195,12 +196,12 @@ class PinnedMemory final : public at::HostAllocator {
 
 }  // namespace
 
-c10::Allocator* device_memory() { return &DeviceMemory::the(); }
-at::HostAllocator* pinned_memory() { return &PinnedMemory::the(); }
+c10::Allocator* device_memory() { return &DeviceMemory::instance(); }
+at::HostAllocator* pinned_memory() { return &PinnedMemory::instance(); }
 
 std::pair<char*, std::size_t> pinned_block(const void* memory) {
   const std::lock_guard lock(mutex());
-  return PinnedMemory::the().block_of(memory);
+  return PinnedMemory::instance().block_of(memory);
 }
 bool is_pinned(const void* memory) { return pinned_block(memory).first != nullptr; }
 
@@ -211,6 +212,6 @@ void record_use(const c10::DataPtr& memory, const c10::Stream& stream) {
   if (block->stream != stream) block->users.insert(stream.id());
 }
 
-void check_guard_bytes() { DeviceMemory::the().check_ends(); }
+void check_guard_bytes() { DeviceMemory::instance().check_guard_bytes(); }
 
 }  // namespace emulated_gpu

@@ -60,18 +60,19 @@ void for_each_tensor(c10::IValue& value, const Change& change) {
 }
 
 /// A call with CPU arguments. Host scalars and indices are copied when the call is made.
-Stack on_cpu(const c10::OperatorHandle& op, Stack arguments, std::optional<c10::Device>& device) {
+Stack to_cpu_arguments(const c10::OperatorHandle& op, Stack arguments,
+                       std::optional<c10::Device>& device) {
   for (c10::IValue& argument : arguments) {
     for_each_tensor(argument, [&](const at::Tensor& tensor) {
       if (!tensor.is_privateuseone()) {
         const std::string& name = op.schema().name();
         if (tensor.dim() > 0 && name.find("aten::index") == name.npos) {
-          throw Fault(name + " of tensors on the device and on the host");
+          throw CudaUsageError(name + " of tensors on the device and on the host");
         }
         return tensor.unsafeGetTensorImpl()->is_wrapped_number() ? tensor : tensor.clone();
       }
       if (device.has_value() && *device != tensor.device() && tensor.dim() != 0) {
-        throw Fault("an op of tensors on two devices");
+        throw CudaUsageError("an op of tensors on two devices");
       }
       device = tensor.device();
       return alias_of(tensor);
@@ -81,7 +82,7 @@ Stack on_cpu(const c10::OperatorHandle& op, Stack arguments, std::optional<c10::
 }
 
 /// Returns the metadata of the results of `op`, if it does not depend on values.
-Stack shapes_of(const c10::OperatorHandle& op, Stack arguments) {
+Stack infer_results(const c10::OperatorHandle& op, Stack arguments) {
   for (c10::IValue& argument : arguments) {
     for_each_tensor(argument, [](const at::Tensor& tensor) {
       if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) return tensor;
@@ -92,7 +93,7 @@ Stack shapes_of(const c10::OperatorHandle& op, Stack arguments) {
   return arguments;
 }
 
-at::Tensor like_on(const at::Tensor& shape, c10::Device device) {
+at::Tensor empty_like_on(const at::Tensor& shape, c10::Device device) {
   return at::empty_strided(shape.sizes(), shape.strides(), shape.options().device(device));
 }
 
@@ -108,32 +109,32 @@ void resize_outputs(const c10::OperatorHandle& op, const Stack& arguments, const
   }
   if (empty.empty()) return;
   auto output = empty.begin();
-  for (const c10::IValue& shape : shapes_of(op, call)) {
+  for (const c10::IValue& shape : infer_results(op, call)) {
     if (output == empty.end() || shape.toTensor().numel() == 0) continue;
-    const at::Tensor memory = like_on(shape.toTensor(), device);
+    const at::Tensor memory = empty_like_on(shape.toTensor(), device);
     (output++)->set_(memory.storage(), 0, memory.sizes(), memory.strides());
   }
 }
 
 /// Fallback for all ops without a kernel of the device.
-void compute(const c10::OperatorHandle& op, Stack* stack) {
+void boxed_fallback(const c10::OperatorHandle& op, Stack* stack) {
   const auto& schema = op.schema();
   const std::size_t count = schema.arguments().size();
   const auto end = stack->end();
   Stack arguments(end - static_cast<std::ptrdiff_t>(count), end);
   torch::jit::drop(*stack, count);
   std::optional<c10::Device> device;
-  Stack call = on_cpu(op, arguments, device);
+  Stack call = to_cpu_arguments(op, arguments, device);
   TORCH_CHECK(device.has_value(), schema.name(), " has no argument on an emulated GPU");
   const c10::Stream stream = current_stream(*device);
-  bool gives_numbers = false;
+  bool returns_scalars = false;
   bool is_in_place = false;
   for (const auto& result : schema.returns()) {
     is_in_place = is_in_place || (result.alias_info() != nullptr && result.alias_info()->isWrite());
-    gives_numbers = gives_numbers || !(result.type()->isSubtypeOf(*c10::TensorType::get()) ||
-                                       result.type()->isSubtypeOf(*c10::ListType::ofTensors()));
+    returns_scalars = returns_scalars || !(result.type()->isSubtypeOf(*c10::TensorType::get()) ||
+                                           result.type()->isSubtypeOf(*c10::ListType::ofTensors()));
   }
-  if (gives_numbers) {
+  if (returns_scalars) {
     wait_for(stream);
     const std::lock_guard lock(mutex());
     Stack now = call;
@@ -143,7 +144,7 @@ void compute(const c10::OperatorHandle& op, Stack* stack) {
   }
   if (is_in_place) {
     resize_outputs(op, arguments, call, *device);
-    call = on_cpu(op, arguments, device);
+    call = to_cpu_arguments(op, arguments, device);
   }
   Stack fresh;
   std::vector<at::Tensor> results;
@@ -153,11 +154,11 @@ void compute(const c10::OperatorHandle& op, Stack* stack) {
       fresh = call;
       run_on_cpu(op, fresh);
     } else {
-      fresh = shapes_of(op, call);
+      fresh = infer_results(op, call);
     }
     for (c10::IValue& value : fresh) {
       for_each_tensor(value, [&](const at::Tensor& shape) {
-        at::Tensor tensor = like_on(shape, *device);
+        at::Tensor tensor = empty_like_on(shape, *device);
         results.push_back(alias_of(tensor));
         return tensor;
       });
@@ -213,7 +214,8 @@ void copy_now(const at::Tensor& to, const at::Tensor& from) {
 void copy_from_host(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   const c10::Stream stream = current_stream(to.device());
   const bool is_late = is_pinned(from.const_data_ptr());
-  if (!is_late && capture_id_of(stream) != 0) throw Fault("a copy of pageable memory in a capture");
+  if (!is_late && capture_id_of(stream) != 0)
+    throw CudaUsageError("a copy of pageable memory in a capture");
   const at::Tensor source = is_late ? alias_of(from) : from.clone();
   std::vector<const void*> pinned;
   if (is_late) pinned.push_back(from.const_data_ptr());
@@ -226,7 +228,8 @@ void copy_from_host(const at::Tensor& from, const at::Tensor& to, bool non_block
 void copy_to_host(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   const c10::Stream stream = current_stream(from.device());
   const bool is_late = non_blocking && is_pinned(to.const_data_ptr());
-  if (!is_late && capture_id_of(stream) != 0) throw Fault("a copy to pageable memory in a capture");
+  if (!is_late && capture_id_of(stream) != 0)
+    throw CudaUsageError("a copy to pageable memory in a capture");
   const auto copy = [source = alias_of(from), target = alias_of(to)] { copy_now(target, source); };
   std::vector<const void*> pinned;
   if (is_late) pinned.push_back(to.const_data_ptr());
@@ -243,14 +246,14 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   } else {
     const c10::Stream stream = current_stream(from.device());
     const c10::Stream other = current_stream(to.device());
-    if (stream != other) order(other, stream);
+    if (stream != other) add_dependency(other, stream);
     enqueue(
         stream,
         [source = alias_of(from.expand_as(to)), target = alias_of(to)] {
           copy_now(target, source);
         },
         Kind::op);
-    if (stream != other) order(stream, other);
+    if (stream != other) add_dependency(stream, other);
   }
   return to;
 }
@@ -265,7 +268,7 @@ bool has_compatible_type(const at::Tensor& self, const at::Tensor& from) {
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
-  library.fallback(torch::CppFunction::makeFromBoxedFunction<&compute>());
+  library.fallback(torch::CppFunction::makeFromBoxedFunction<&boxed_fallback>());
 }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {

@@ -29,17 +29,17 @@ c10::Stream current_stream(c10::Device device);
 void enqueue(const c10::Stream& stream, std::function<void()> run, Kind kind,
              std::vector<const void*> pinned = {});
 
-/// The host's wait for a stream. \throws Fault during a capture
+/// The host's wait for a stream. \throws CudaUsageError during a capture
 void wait_for(const c10::Stream& stream);
 
-/// \throws Fault during a capture, unless this thread has an RelaxedCaptureModeGuard
+/// \throws CudaUsageError during a capture, unless this thread has a RelaxedCaptureModeGuard
 void check_not_capturing(const char* what);
 
 /// Returns the id of the stream's capture, or 0.
 uint64_t capture_id_of(const c10::Stream& stream);
 
 /// Makes future work of `later` wait for present work of `earlier`.
-void order(const c10::Stream& earlier, const c10::Stream& later);
+void add_dependency(const c10::Stream& earlier, const c10::Stream& later);
 
 /// Returns a function that reports whether the stream's present work has completed; always false
 /// for a captured stream.

@@ -151,9 +151,9 @@ void expect_same_check(const std::vector<at::Tensor>& gradients) {
   const std::vector<at::Tensor> before = clone_all(gradients);
   at::Tensor expected = scalar(0);
   at::Tensor found = scalar(0);
-  mezzo::detail::check_nonfinite_(gradients, expected);
+  mezzo::detail::update_found_inf_(gradients, expected);
   const cuda_emulation::CpuDeviceGuard guard;
-  mezzo::detail::check_nonfinite_(gradients, found);
+  mezzo::detail::update_found_inf_(gradients, found);
   EXPECT_TRUE(at::equal(found, expected));
   for (std::size_t i = 0; i < before.size(); ++i) {
     EXPECT_THAT(gradients[i], BitwiseEqual(before[i])) << "a check must not write";
@@ -163,15 +163,15 @@ void expect_same_check(const std::vector<at::Tensor>& gradients) {
 // Documented in docs/cuda.md.
 TEST_F(GradientKernels, ReadGradBucketsInOneLaunch) {
   std::vector<at::Tensor> parameters(301);
-  for (at::Tensor& one : parameters) one = at::zeros({4, 16}).set_requires_grad(true);
+  for (at::Tensor& parameter : parameters) parameter = at::zeros({4, 16}).set_requires_grad(true);
   mezzo::GradBuckets buckets(parameters);
   std::vector<at::Tensor> gradients, apart;
-  for (const at::Tensor& one : parameters) {
-    one.mutable_grad() = at::randn({4, 16});
-    apart.push_back(one.grad().clone());
+  for (const at::Tensor& parameter : parameters) {
+    parameter.mutable_grad() = at::randn({4, 16});
+    apart.push_back(parameter.grad().clone());
   }
   buckets.copy_grads_to_buckets();
-  for (const at::Tensor& one : parameters) gradients.push_back(one.grad());
+  for (const at::Tensor& parameter : parameters) gradients.push_back(parameter.grad());
   const cuda_emulation::CpuDeviceGuard guard;
   const auto expect_launches = [](const std::vector<at::Tensor>& of, int64_t launches) {
     const int64_t reads_before = launches_of("::grad_stats_kernel");
@@ -289,7 +289,7 @@ TEST_F(GradientKernels, ScaleUpdateMatchesCpu) {
       const cuda_emulation::CpuDeviceGuard guard;
       mezzo::detail::update_scale_(scale_case.options, device, scalar(found));
       EXPECT_THAT(device.scale, BitwiseEqual(cpu.scale));
-      EXPECT_THAT(device.inverse, BitwiseEqual(cpu.inverse));
+      EXPECT_THAT(device.inv_scale, BitwiseEqual(cpu.inv_scale));
       EXPECT_TRUE(at::equal(device.growth_tracker, cpu.growth_tracker));
       EXPECT_TRUE(at::equal(device.hysteresis_tracker, cpu.hysteresis_tracker));
     }

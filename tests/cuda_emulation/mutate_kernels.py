@@ -22,9 +22,9 @@ KERNELS = HEADERS + "/kernels"
 
 # name, file in KERNELS, old text, new text.
 CHANGES = [
-    ("step: vectors beyond the end", "cuda/optimizer_step.cuh", "(count - before) / kVectorSize * kVectorSize",
-     "(count - before + kVectorSize - 1) / kVectorSize * kVectorSize"),
-    ("step: no tail after the vectors", "cuda/optimizer_step.cuh", "k < count - in_vectors; k += kStepThreads",
+    ("step: vectors beyond the end", "cuda/optimizer_step.cuh", "(count - num_head) / kVectorSize * kVectorSize",
+     "(count - num_head + kVectorSize - 1) / kVectorSize * kVectorSize"),
+    ("step: no tail after the vectors", "cuda/optimizer_step.cuh", "k < count - num_vectorized; k += kStepThreads",
      "k < 0; k += kStepThreads"),
     ("misaligned memory is vectorized", "cuda/aligned_vector.cuh", "return misalignment == 0 ? 0 :", "return true ? 0 :"),
     ("8 bits: absmax of half a warp", "cuda/adamw8bit_step.cuh", "int lanes = 16; lanes > 0", "int lanes = 8; lanes > 0"),

@@ -212,7 +212,7 @@ ParamArgs make_param_args(const StepParameters& parameters, std::size_t i, const
 
 /// The StepArgs that the kernels compute on the device.
 StepArgs make_step_args(StepParameters& parameters, std::size_t i, const StepCase& step) {
-  StepArgs args{.zeroes_grad = step.zero_grad,
+  StepArgs args{.zero_grad = step.zero_grad,
                 .seed = 77U + static_cast<uint64_t>(group_of(i, step)),
                 .step = static_cast<uint64_t>(parameters.count(i)) + 1};
   args.multipliers = mezzo::detail::grad_multipliers(
@@ -257,7 +257,7 @@ void step_on_device(const std::vector<StepParameters*>& all, const StepCase& ste
     step_args.lr_factors = kLrFactors;
     step_args.lr_factor_count = step.lr_factors;
   }
-  std::vector<mezzo::detail::ParamArgs> rows;
+  std::vector<mezzo::detail::ParamArgs> params;
   std::vector<mezzo::detail::DeviceGroupArgs> groups;
   for (StepParameters* const parameters : all) {
     for (std::size_t i = 0; i < parameters->size(); ++i) {
@@ -270,12 +270,13 @@ void step_on_device(const std::vector<StepParameters*>& all, const StepCase& ste
       for (unsigned k = Functor::kNumMoments; k < mezzo::detail::kMaxMoments; ++k)
         pointers.moments[k] = nullptr;
       const Storage& storage = parameters->storage();
-      rows.push_back({pointers, &parameters->count(i), group, 1000 + static_cast<uint32_t>(i),
-                      kHasExtraMoment<Functor>, step.model_param_is_fp16, storage.weights,
-                      storage.parameter, storage.gradient});
+      params.push_back({pointers, &parameters->count(i), group, 1000 + static_cast<uint32_t>(i),
+                        kHasExtraMoment<Functor>, step.model_param_is_fp16, storage.weights,
+                        storage.parameter, storage.gradient});
     }
   }
-  mezzo::detail::cuda_kernels()->step_(at::kCPU, Functor::kOptimizerKind, rows, groups, step_args);
+  mezzo::detail::cuda_kernels()->step_(at::kCPU, Functor::kOptimizerKind, params, groups,
+                                       step_args);
 }
 
 class CudaEmulationStep : public testing::Test {

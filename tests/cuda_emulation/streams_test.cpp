@@ -1,4 +1,5 @@
-// Emulated streams: calls that CUDA forbids throw a Fault, and all orders that CUDA permits occur.
+// Emulated streams: calls that CUDA forbids throw a CudaUsageError, and all orders that CUDA
+// permits occur.
 
 #include <mezzo/kernels/graph_capture.h>
 #include <mezzo/kernels/kernel_dispatch.h>
@@ -21,7 +22,7 @@
 
 namespace {
 
-using emulated_gpu::Fault;
+using emulated_gpu::CudaUsageError;
 using emulated_gpu::Graph;
 
 class EmulatedStream : public testing::TestWithParam<uint64_t> {
@@ -143,16 +144,16 @@ TEST_P(EmulatedStream, ThrowsForWriteToFreedPinnedMemory) {
     launch_write(memory);
   }
   held.end();
-  EXPECT_THROW(emulated_gpu::run_all(), Fault);
+  EXPECT_THROW(emulated_gpu::run_all(), CudaUsageError);
 }
 
 TEST_P(EmulatedStream, PinnedValuesMayBeFreedEarly) {
-  const at::Tensor number = on_gpu(1);
+  const at::Tensor scalar = on_gpu(1);
   {
-    const at::Tensor letter =
+    const at::Tensor values =
         mezzo::detail::empty_host_tensor({4}, at::kDouble, emulated_gpu::device());
     void* address = nullptr;
-    mezzo::detail::cuda_kernels()->write_step_values_(number, number, {}, {}, letter, address);
+    mezzo::detail::cuda_kernels()->write_step_values_(scalar, scalar, {}, {}, values, address);
   }
   EXPECT_NO_THROW(emulated_gpu::run_all());
 }
@@ -161,7 +162,7 @@ TEST_P(EmulatedStream, PinningInCaptureNeedsRelaxedMode) {
   const c10::StreamGuard guard(emulated_gpu::new_stream());
   Graph graph;
   emulated_gpu::capture(graph, [] {
-    EXPECT_THROW((void)pinned(1), Fault);
+    EXPECT_THROW((void)pinned(1), CudaUsageError);
     EXPECT_TRUE(
         mezzo::detail::empty_host_tensor({4}, at::kDouble, emulated_gpu::device()).is_pinned());
   });
@@ -182,7 +183,7 @@ TEST_P(EmulatedStream, CaptureRecordsAndThrowsForForbiddenCalls) {
   const at::Tensor x = on_gpu(1);
   c10::Event outside(c10::kPrivateUse1);
   Graph graph;
-  EXPECT_THROW(graph.capture_begin(), Fault) << "the default stream";
+  EXPECT_THROW(graph.capture_begin(), CudaUsageError) << "the default stream";
   const c10::StreamGuard guard(emulated_gpu::new_stream());
   outside.record(guard.original_stream());
   emulated_gpu::run_all();
@@ -190,15 +191,16 @@ TEST_P(EmulatedStream, CaptureRecordsAndThrowsForForbiddenCalls) {
   emulated_gpu::capture(graph, [&] {
     x.add_(1);
     inside.record(guard.current_stream());
-    EXPECT_THROW(outside.block(guard.current_stream()), Fault);
-    EXPECT_THROW((void)outside.query(), Fault);
-    EXPECT_THROW(outside.synchronize(), Fault);
-    EXPECT_THROW((void)x.item<float>(), Fault);
-    EXPECT_THROW((void)x.cpu(), Fault);
-    EXPECT_THROW((void)at::ones({}).to(emulated_gpu::device(), /*non_blocking=*/true), Fault);
+    EXPECT_THROW(outside.block(guard.current_stream()), CudaUsageError);
+    EXPECT_THROW((void)outside.query(), CudaUsageError);
+    EXPECT_THROW(outside.synchronize(), CudaUsageError);
+    EXPECT_THROW((void)x.item<float>(), CudaUsageError);
+    EXPECT_THROW((void)x.cpu(), CudaUsageError);
+    EXPECT_THROW((void)at::ones({}).to(emulated_gpu::device(), /*non_blocking=*/true),
+                 CudaUsageError);
   });
-  EXPECT_THROW(inside.block(guard.original_stream()), Fault);
-  EXPECT_THROW((void)inside.query(), Fault);
+  EXPECT_THROW(inside.block(guard.original_stream()), CudaUsageError);
+  EXPECT_THROW((void)inside.query(), CudaUsageError);
   EXPECT_EQ(x.item<float>(), 1);
   graph.replay();
   graph.replay();
@@ -232,7 +234,7 @@ TEST_P(EmulatedStream, CaptureIncludesForkedStreams) {
   Graph torn;
   torn.capture_begin();
   fork(false);
-  EXPECT_THROW(torn.capture_end(), Fault);
+  EXPECT_THROW(torn.capture_end(), CudaUsageError);
 }
 
 TEST_P(EmulatedStream, NewMemoryIsNan) {

@@ -1,4 +1,4 @@
-// GradStats against a plain reference in float64, for every dtype, instruction set and layout,
+// GradStats against a scalar reference in float64, for every dtype, instruction set and layout,
 // sizes around vectors and chunks, and extreme values.
 
 #include <mezzo/kernels/compute_grad_stats.h>
@@ -23,14 +23,15 @@ using mezzo::detail::CpuIsa;
 using mezzo::detail::kGradStatsChunkElements;
 using mezzo::detail::PartialGradStats;
 
-struct PlainGradStats {
+struct ReferenceGradStats {
   bool found_inf = false;
   double norm_sq = 0;
   double max_abs = 0;
 };
 
-PlainGradStats plain_grad_stats(const std::vector<torch::Tensor>& gradients, float inv_scale) {
-  PlainGradStats stats;
+ReferenceGradStats reference_grad_stats(const std::vector<torch::Tensor>& gradients,
+                                        float inv_scale) {
+  ReferenceGradStats stats;
   for (const torch::Tensor& gradient : gradients) {
     const auto stored = gradient.to(torch::kDouble).clone(torch::MemoryFormat::Contiguous);
     const bool is_double = gradient.scalar_type() == torch::kDouble;
@@ -61,7 +62,7 @@ void expect_near(double actual, double expected) {
 }
 
 void expect_grad_stats(const std::vector<torch::Tensor>& gradients, float inv_scale) {
-  const auto expected = plain_grad_stats(gradients, inv_scale);
+  const auto expected = reference_grad_stats(gradients, inv_scale);
   const auto stats = mezzo::detail::compute_grad_stats(gradients, torch::full({}, inv_scale));
   EXPECT_EQ(stats.found_inf.item<float>() != 0, expected.found_inf);
   expect_near(stats.norm_sq.item<double>(), expected.norm_sq);
@@ -90,7 +91,7 @@ class GradStatsKernel : public testing::TestWithParam<std::tuple<torch::ScalarTy
     using mezzo::detail::GradStatsKernel;
     using mezzo::detail::ScalarVec;
     PartialGradStats partial;
-    mezzo::detail::for_gradient_dtype(dtype(), [&]<class Element>(Element) {
+    mezzo::detail::dispatch_gradient_dtype(dtype(), [&]<class Element>(Element) {
       GradStatsKernel<Element, ScalarVec<Element>>::run(values.const_data_ptr(), values.numel(),
                                                         partial);
     });
@@ -111,7 +112,7 @@ TEST_P(GradStatsKernel, BitwiseEqualToScalarForEveryTail) {
         << count;
     EXPECT_EQ(partial.max_double, reference.max_double) << count;
     EXPECT_EQ(partial.max_float, reference.max_float) << count;
-    const auto expected = plain_grad_stats({values}, 1.0F);
+    const auto expected = reference_grad_stats({values}, 1.0F);
     EXPECT_NEAR(partial.norm_sq, expected.norm_sq, 1e-12 * expected.norm_sq);
   }
 }

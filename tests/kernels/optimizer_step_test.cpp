@@ -1,5 +1,5 @@
-// CPU optimizer steps against plain references, bitwise, for every pair of dtypes, instruction set,
-// tail and alignment, and for extreme values.
+// CPU optimizer steps against scalar references, bitwise, for every pair of dtypes, instruction
+// set, tail and alignment, and for extreme values.
 
 #include <mezzo/kernels/adam_functor.h>
 #include <mezzo/kernels/lion_functor.h>
@@ -28,12 +28,12 @@ using test_support::BitwiseEqual;
 
 constexpr auto kPlain = mezzo::optim::WeightStorage::plain;
 
-// Plain references for one element, as in the papers and torch::optim. T is float, or double for
+// Scalar references for one element, as in the papers and torch::optim. T is float, or double for
 // double.
 
 template <class T>
-void plain_adam(const mezzo::detail::AdamCoefficients& c, bool amsgrad, T& parameter, T gradient,
-                T& mean, T& square, T& largest) {
+void reference_adam(const mezzo::detail::AdamCoefficients& c, bool amsgrad, T& parameter,
+                    T gradient, T& mean, T& square, T& largest) {
   const auto in = [](double value) { return static_cast<T>(value); };
   if (c.l2 != 0) gradient = std::fma(in(c.l2), parameter, gradient);
   mean = std::fma(in(c.beta1), mean, in(1.0 - c.beta1) * gradient);
@@ -45,8 +45,8 @@ void plain_adam(const mezzo::detail::AdamCoefficients& c, bool amsgrad, T& param
 }
 
 template <class T>
-void plain_sgd(const mezzo::detail::SgdCoefficients& c, bool has_momentum, T& parameter, T gradient,
-               T& buffer) {
+void reference_sgd(const mezzo::detail::SgdCoefficients& c, bool has_momentum, T& parameter,
+                   T gradient, T& buffer) {
   const auto in = [](double value) { return static_cast<T>(value); };
   if (c.weight_decay != 0) gradient = std::fma(in(c.weight_decay), parameter, gradient);
   T direction = gradient;
@@ -58,7 +58,7 @@ void plain_sgd(const mezzo::detail::SgdCoefficients& c, bool has_momentum, T& pa
 }
 
 template <class T>
-void plain_lion(const mezzo::detail::LionCoefficients& c, T& parameter, T gradient, T& mean) {
+void reference_lion(const mezzo::detail::LionCoefficients& c, T& parameter, T gradient, T& mean) {
   const auto in = [](double value) { return static_cast<T>(value); };
   const T direction = std::fma(in(c.beta1), mean, in(1.0 - c.beta1) * gradient);
   mean = std::fma(in(c.beta2), mean, in(1.0 - c.beta2) * gradient);
@@ -67,7 +67,7 @@ void plain_lion(const mezzo::detail::LionCoefficients& c, T& parameter, T gradie
   parameter = std::fma(parameter, in(c.decay_factor), change);
 }
 
-/// A functor with hyperparameters: its kernels and its plain reference.
+/// A functor with hyperparameters: its kernels and its scalar reference.
 struct FunctorCase {
   std::string name;
   mezzo::detail::FunctorArgs coefficients;
@@ -76,20 +76,20 @@ struct FunctorCase {
   std::function<void(const std::vector<torch::Tensor>& values, double factor)> step_reference;
 };
 
-/// \param plain  called with the coefficients, a parameter, its gradient and three moments
-template <class Functor, class Plain>
+/// \param reference  called with the coefficients, a parameter, its gradient and three moments
+template <class Functor, class Reference>
 FunctorCase functor_case(std::string name, const typename Functor::HyperParams& hyper_params,
-                         Plain plain) {
+                         Reference reference) {
   const auto coefficients = hyper_params.coefficients(/*lr=*/1e-3, /*step=*/3);
   const auto kernel = [](torch::ScalarType dtype, CpuIsa isa) {
     return get_step_kernel<Functor>(kPlain, dtype, isa);
   };
   return {std::move(name), coefficients, kernel,
-          [coefficients, plain](const std::vector<torch::Tensor>& values, double factor) {
+          [coefficients, reference](const std::vector<torch::Tensor>& values, double factor) {
             const auto step_all = [&]<class T>(T) {
               for (int64_t i = 0; i < values[0].numel(); ++i) {
                 const auto at = [&](std::size_t k) -> T& { return values[k].data_ptr<T>()[i]; };
-                plain(coefficients, at(0), at(1) * static_cast<T>(factor), at(2), at(3), at(4));
+                reference(coefficients, at(0), at(1) * static_cast<T>(factor), at(2), at(3), at(4));
               }
             };
             values[0].scalar_type() == torch::kDouble ? step_all(double{}) : step_all(float{});
@@ -104,18 +104,18 @@ std::vector<FunctorCase> functor_cases() {
     const std::string name = decoupled ? "adamw" : "adam";
     all.push_back(functor_case<AdamFunctor<false>>(
         name, hyper_params, [](const auto& c, auto& p, auto g, auto& m, auto& s, auto& l) {
-          plain_adam(c, false, p, g, m, s, l);
+          reference_adam(c, false, p, g, m, s, l);
         }));
     all.push_back(
         functor_case<AdamFunctor<true>>(name + " amsgrad", hyper_params,
                                         [](const auto& c, auto& p, auto g, auto& m, auto& s,
-                                           auto& l) { plain_adam(c, true, p, g, m, s, l); }));
+                                           auto& l) { reference_adam(c, true, p, g, m, s, l); }));
   }
   const auto sgd = [](const auto& c, auto& p, auto g, auto& m, auto&, auto&) {
-    plain_sgd(c, false, p, g, m);
+    reference_sgd(c, false, p, g, m);
   };
   const auto momentum = [](const auto& c, auto& p, auto g, auto& m, auto&, auto&) {
-    plain_sgd(c, true, p, g, m);
+    reference_sgd(c, true, p, g, m);
   };
   all.push_back(functor_case<SgdFunctor<false>>("sgd", {}, sgd));
   all.push_back(functor_case<SgdFunctor<false>>("sgd with decay", {.weight_decay = 0.1}, sgd));
@@ -125,11 +125,11 @@ std::vector<FunctorCase> functor_cases() {
       "nesterov", {.momentum = 0.9, .weight_decay = 0.1, .nesterov = true}, momentum));
   all.push_back(functor_case<LionFunctor>(
       "lion", {.beta1 = 0.9, .beta2 = 0.99, .weight_decay = 0.1},
-      [](const auto& c, auto& p, auto g, auto& m, auto&, auto&) { plain_lion(c, p, g, m); }));
+      [](const auto& c, auto& p, auto g, auto& m, auto&, auto&) { reference_lion(c, p, g, m); }));
   return all;
 }
 
-/// One step of a kernel and of its plain reference.
+/// One step of a kernel and of its scalar reference.
 struct StepCase {
   FunctorCase functor;
   DtypePair dtypes;
@@ -138,16 +138,16 @@ struct StepCase {
   std::string name() const { return functor.name + " " + name_of(dtypes); }
 
   void run(const mezzo::detail::ParamPointers& pointers, double factor,
-           bool zeroes_grad = false) const {
+           bool zero_grad = false) const {
     const mezzo::detail::ParamArgs param{.pointers = pointers,
                                          .parameter_dtype = dtypes.parameter,
                                          .gradient_dtype = dtypes.gradient};
     mezzo::detail::run_step_cpu(std::vector{param},
                                 {{functor.kernel(dtypes.parameter, isa), functor.coefficients}},
-                                {.multipliers = {.first = factor}, .zeroes_grad = zeroes_grad});
+                                {.multipliers = {.first = factor}, .zero_grad = zero_grad});
   }
 
-  /// The buffers after one step of the plain reference with gradients times `factor`.
+  /// The buffers after one step of the scalar reference with gradients times `factor`.
   StepBuffers expected(const StepBuffers& before, double factor) const {
     const bool is_double = dtypes.parameter == torch::kDouble;
     std::vector<torch::Tensor> values;
@@ -179,45 +179,46 @@ class OptimizerStepKernel : public testing::TestWithParam<CpuIsa> {
 };
 
 TEST_P(OptimizerStepKernel, BitwiseEqualToReferenceForEveryTail) {
-  for (const StepCase& one : cases()) {
+  for (const StepCase& step_case : cases()) {
     for (int64_t count = 0; count <= 67; ++count) {
-      auto buffers = StepBuffers::random(one.dtypes, count);
-      const auto after = one.expected(buffers, 0.3);
-      one.run(buffers.pointers(), 0.3);
-      EXPECT_THAT(buffers.tensors(), BitwiseEqual(after.tensors())) << one.name() << " " << count;
+      auto buffers = StepBuffers::random(step_case.dtypes, count);
+      const auto after = step_case.expected(buffers, 0.3);
+      step_case.run(buffers.pointers(), 0.3);
+      EXPECT_THAT(buffers.tensors(), BitwiseEqual(after.tensors()))
+          << step_case.name() << " " << count;
     }
   }
 }
 
 TEST_P(OptimizerStepKernel, BitwiseEqualToReferenceForExtremeValues) {
-  for (const StepCase& one : cases()) {
-    auto buffers = StepBuffers::edges(one.dtypes);
+  for (const StepCase& step_case : cases()) {
+    auto buffers = StepBuffers::edges(step_case.dtypes);
     const double factor = std::ldexp(1.0, -16);
-    const auto after = one.expected(buffers, factor);
-    one.run(buffers.pointers(), factor);
-    EXPECT_THAT(buffers.tensors(), BitwiseEqual(after.tensors())) << one.name();
+    const auto after = step_case.expected(buffers, factor);
+    step_case.run(buffers.pointers(), factor);
+    EXPECT_THAT(buffers.tensors(), BitwiseEqual(after.tensors())) << step_case.name();
   }
 }
 
 TEST_P(OptimizerStepKernel, StepsMisalignedMemoryInBounds) {
-  for (const StepCase& one : cases()) {
-    const auto before = StepBuffers::random(one.dtypes, 35);
-    const auto after = one.expected(before, 1.0);
+  for (const StepCase& step_case : cases()) {
+    const auto before = StepBuffers::random(step_case.dtypes, 35);
+    const auto after = step_case.expected(before, 1.0);
     for (std::size_t offset = 0; offset < 33; ++offset) {
       MisalignedBuffers memory(before, offset);
-      one.run(memory.pointers(), 1.0);
-      EXPECT_TRUE(memory.equals(after)) << one.name() << " " << offset;
+      step_case.run(memory.pointers(), 1.0);
+      EXPECT_TRUE(memory.equals(after)) << step_case.name() << " " << offset;
     }
   }
 }
 
 TEST_P(OptimizerStepKernel, ZeroesGradientsIfRequested) {
-  for (const StepCase& one : cases()) {
-    auto buffers = StepBuffers::random(one.dtypes, 45);
-    auto after = one.expected(buffers, 0.5);
-    one.run(buffers.pointers(), 0.5, /*zeroes_grad=*/true);
+  for (const StepCase& step_case : cases()) {
+    auto buffers = StepBuffers::random(step_case.dtypes, 45);
+    auto after = step_case.expected(buffers, 0.5);
+    step_case.run(buffers.pointers(), 0.5, /*zero_grad=*/true);
     after.gradient.zero_();
-    EXPECT_THAT(buffers.tensors(), BitwiseEqual(after.tensors())) << one.name();
+    EXPECT_THAT(buffers.tensors(), BitwiseEqual(after.tensors())) << step_case.name();
   }
 }
 

@@ -1,5 +1,5 @@
-// CPU unscaling against plain references, for every dtype, instruction set, tail and alignment, and
-// for values at the limits of the formats.
+// CPU unscaling against scalar references, for every dtype, instruction set, tail and alignment,
+// and for values at the limits of the formats.
 
 #include <mezzo/kernels/compute_grad_stats.h>
 #include <mezzo/kernels/unscale.h>
@@ -221,7 +221,7 @@ TEST(UnscaleCpu, UnscalesMixedDtypesOnAnyThreadCount) {
 
 bool any_nonfinite(const std::vector<torch::Tensor>& gradients) {
   at::Tensor found = torch::zeros({});
-  mezzo::detail::check_nonfinite_(gradients, found);
+  mezzo::detail::update_found_inf_(gradients, found);
   return found.item<float>() != 0;
 }
 
@@ -237,7 +237,7 @@ TEST(UnscaleCpu, FindsNonfiniteElementInAnyTensor) {
   }
 }
 
-TEST(UnscaleCpu, RunsInParallelWithoutFopenmp) {
+TEST(ParallelDynamic, RunsWithoutFopenmp) {
   const int before = torch::get_num_threads();
   torch::set_num_threads(4);
   std::vector<std::pair<int, std::thread::id>> items(4);

@@ -154,7 +154,7 @@ class StochasticRoundingKernel : public testing::TestWithParam<CpuIsa> {
                                    .storage = mezzo::optim::WeightStorage::stochastic_rounding,
                                    .parameter_dtype = kDtypes.parameter,
                                    .gradient_dtype = kDtypes.gradient};
-      row.pointers.first = first;
+      row.pointers.first_index = first;
       mezzo::detail::run_step_cpu(std::vector{row}, {{loop, coefficients, 7}}, args);
       EXPECT_THAT(buffers.tensors(), BitwiseEqual(expected.tensors()))
           << count << " elements from " << first;

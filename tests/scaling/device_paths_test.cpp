@@ -66,7 +66,7 @@ TEST(AtenFallback, UpdateMatchesGradScalerOptions) {
       state = rule.next(state, found_inf);
       mezzo::detail::update_scale_aten_(rule, tensors, torch::full({}, found_inf ? 1.0F : 0.0F));
       EXPECT_EQ(tensors.scale.item<float>(), state.scale);
-      EXPECT_EQ(tensors.inverse.item<float>(), 1.0F / state.scale);
+      EXPECT_EQ(tensors.inv_scale.item<float>(), 1.0F / state.scale);
       EXPECT_EQ(tensors.growth_tracker.item<int32_t>(), state.growth_tracker);
     }
   }
@@ -74,10 +74,12 @@ TEST(AtenFallback, UpdateMatchesGradScalerOptions) {
 
 TEST(AtenFallback, ThrowsForHysteresis) {
   const auto refused = [] {
-    mezzo::detail::check_update_kernel(GradScalerOptions::dynamic({.hysteresis = 2}), torch::kXPU);
+    mezzo::detail::check_scale_update_supported(GradScalerOptions::dynamic({.hysteresis = 2}),
+                                                torch::kXPU);
   };
   EXPECT_THAT(message_of(refused), HasSubstr("mezzo::cuda"));
-  EXPECT_NO_THROW(mezzo::detail::check_update_kernel(GradScalerOptions::dynamic(), torch::kXPU));
+  EXPECT_NO_THROW(
+      mezzo::detail::check_scale_update_supported(GradScalerOptions::dynamic(), torch::kXPU));
 }
 
 // A step multiplies by the inverse, which must be updated with the scale.
@@ -119,7 +121,7 @@ TEST(InverseScale, IsBitwiseIdenticalToReciprocal) {
                   torch::tensor({0.0F, 1.0F, 3.0F, 65536.0F, 3e38F})});
   const auto expected = scales.reciprocal();
   for (int64_t i = 0; i < scales.numel(); ++i) {
-    const float inverse = mezzo::detail::inverse_scale(scales[i].item<float>());
+    const float inverse = mezzo::detail::compute_inv_scale(scales[i].item<float>());
     EXPECT_EQ(inverse, expected[i].item<float>()) << scales[i].item<float>();
   }
 }

@@ -103,7 +103,7 @@ struct AdamW8bitKernel {
       } else {
         for (int k = 0; k < 2; ++k) param.pointers.moments[k] = float_moments[k] + first;
       }
-      Step::run(param, args.coefficients, args.args);
+      Step::run(param, args.coefficients, args.step_args);
       if (is_quantized) {
         FirstMoment::quantize(moments[0], qvals[0] + first, args.absmax[0][block], count);
         SecondMoment::quantize(moments[1], qvals[1] + first, args.absmax[1][block], count);

@@ -66,19 +66,19 @@ struct DynamicMap {
   // 4 n if signed, otherwise n. Zero and one have the same exponent, and one line.
   float slope[16];
   float offset[16];
-  // Quantization of x + kShift: n - 1 or |n| is the integer part of (x + kShift) * steps + first,
-  // at most `last`, in the segment of x. Segment 0 is zero and decade 0, segment 7 is one.
-  // threshold[i] is where segment i + 1 begins; consecutive thresholds are more than 2.5 binades
-  // apart.
+  // Quantization of x + kShift: n - 1 or |n| is the integer part of (x + kShift) * quant_slope +
+  // quant_offset, at most `quant_max`, in the segment of x. Segment 0 is zero and decade 0, segment
+  // 7 is one. threshold[i] is where segment i + 1 begins; consecutive thresholds are more than 2.5
+  // binades apart.
   float threshold[16];
-  float steps[16];
-  float first[16];
-  float last[16];
+  float quant_slope[16];
+  float quant_offset[16];
+  float quant_max[16];
 
   static constexpr DynamicMap make(bool is_signed) {
     constexpr double kDecadeEnd[] = {1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0};
     DynamicMap map{};
-    double below = 0;  // the largest value below the decade
+    double prev_max = 0;  // the largest value below the decade
     for (int i = 0; i < 7; ++i) {
       const double end = kDecadeEnd[i];
       const double values = is_signed ? 1 << i : 2 << i;
@@ -87,28 +87,29 @@ struct DynamicMap {
       map.slope[exponent % 8] = static_cast<float>(is_signed ? spacing / 4 : spacing);
       map.offset[exponent % 8] = static_cast<float>(0.1 * end - (values - 0.5) * spacing);
       const double lowest = 0.1 * end + 0.5 * spacing;
-      const double enters = (below + lowest) / 2;
-      double steps = 1 / spacing;
-      double first = values - 0.1 * end / spacing;
+      const double lower_edge = (prev_max + lowest) / 2;
+      double quant_slope = 1 / spacing;
+      double quant_offset = values - 0.1 * end / spacing;
       if (i == 0) {  // a line through the beginnings of n and, if it has one, n + 1
-        steps = is_signed ? 0.5 / enters : 1 / (lowest + spacing / 2 - enters);
-        first = values - enters * steps;
+        quant_slope = is_signed ? 0.5 / lower_edge : 1 / (lowest + spacing / 2 - lower_edge);
+        quant_offset = values - lower_edge * quant_slope;
       } else {
-        map.threshold[i - 1] = static_cast<float>(enters + kShift);
+        map.threshold[i - 1] = static_cast<float>(lower_edge + kShift);
       }
-      map.steps[i] = static_cast<float>(steps);
-      map.first[i] = static_cast<float>(first - kShift * steps - (is_signed ? 0 : 1));
-      map.last[i] = static_cast<float>(2 * values - (is_signed ? 1 : 2));
-      below = end - 0.5 * spacing;
+      map.quant_slope[i] = static_cast<float>(quant_slope);
+      map.quant_offset[i] =
+          static_cast<float>(quant_offset - kShift * quant_slope - (is_signed ? 0 : 1));
+      map.quant_max[i] = static_cast<float>(2 * values - (is_signed ? 1 : 2));
+      prev_max = end - 0.5 * spacing;
     }
     const int exponent = is_signed ? 136 : 135;
     map.slope[exponent % 8] = is_signed ? 1.0F / 512 : 1.0F / 255;
     map.offset[exponent % 8] = is_signed ? 0.0F : -1.0F / 255;
-    map.threshold[6] = static_cast<float>((below + 1) / 2 + kShift);
+    map.threshold[6] = static_cast<float>((prev_max + 1) / 2 + kShift);
     map.threshold[7] = 2.0F;  // none
-    map.first[7] = map.last[7] = is_signed ? 128 : 255;
+    map.quant_offset[7] = map.quant_max[7] = is_signed ? 128 : 255;
     for (float* const table :
-         {map.slope, map.offset, map.threshold, map.steps, map.first, map.last}) {
+         {map.slope, map.offset, map.threshold, map.quant_slope, map.quant_offset, map.quant_max}) {
       for (int i = 0; i < 8; ++i) table[8 + i] = table[i];
     }
     return map;
@@ -178,27 +179,27 @@ C10_HOST_DEVICE C10_ALWAYS_INLINE void quantize_block(const DynamicMap& map,
   // to compare. The fma rounds to an integer in the last bits of a float between 2^23 and 2^24.
   reinterpret_bits(x, bits);
   Value logarithm;
-  Value third;
-  Value start;
+  Value log_slope;
+  Value log_offset;
   Vec::from_int(bits, logarithm);
-  Vec::broadcast(0x1p-23F / 3.23F, third);
-  Vec::broadcast(0x1.8p23F - 33.0F, start);
-  Vec::fma(logarithm, third, start, logarithm);
+  Vec::broadcast(0x1p-23F / 3.23F, log_slope);
+  Vec::broadcast(0x1.8p23F - 33.0F, log_offset);
+  Vec::fma(logarithm, log_slope, log_offset, logarithm);
   Bits segment;
   reinterpret_bits(logarithm, segment);  // modulo 8
   Value threshold;
   Vec::lookup8(map.threshold, segment, threshold);
   Vec::increment_where(x >= threshold, segment);
-  Value steps;
-  Value first;
-  Value last;
-  Vec::lookup8(map.steps, segment, steps);
-  Vec::lookup8(map.first, segment, first);
-  Vec::lookup8(map.last, segment, last);
-  Vec::fma(x, steps, first, x);
+  Value quant_slope;
+  Value quant_offset;
+  Value quant_max;
+  Vec::lookup8(map.quant_slope, segment, quant_slope);
+  Vec::lookup8(map.quant_offset, segment, quant_offset);
+  Vec::lookup8(map.quant_max, segment, quant_max);
+  Vec::fma(x, quant_slope, quant_offset, x);
   Bits end;
   reinterpret_bits(x, bits);
-  reinterpret_bits(last, end);
+  reinterpret_bits(quant_max, end);
   bits = bits < end ? bits : end;  // bits of nonnegative floats sort like their values
   if constexpr (kIsSigned) bits = bits | sign;
   reinterpret_bits(bits, x);
@@ -218,7 +219,7 @@ struct AdamW8bitParamArgs {
   ParamArgs param;   ///< float32 or bfloat16; moments are qvals, or float32 if absmax is null
   float* absmax[2];  ///< of each moment, a float32 per block
   AdamCoefficients coefficients;
-  StepArgs args;
+  StepArgs step_args;
 
   C10_HOST_DEVICE int64_t num_elements() const { return param.pointers.numel; }
 };

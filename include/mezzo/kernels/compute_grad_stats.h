@@ -113,7 +113,7 @@ inline GradStats compute_grad_stats(at::TensorList gradients, const at::Tensor& 
 
 /// Sets `found_inf`, a float32 of one element, to 1 if a gradient is inf or NaN. All tensors are on
 /// one device.
-inline void check_nonfinite_(const std::vector<at::Tensor>& gradients, at::Tensor& found_inf) {
+inline void update_found_inf_(const std::vector<at::Tensor>& gradients, at::Tensor& found_inf) {
   const GradStats stats = compute_grad_stats(gradients, at::ones_like(found_inf));
   found_inf.copy_(at::maximum(found_inf, stats.found_inf.reshape_as(found_inf)));
 }

@@ -24,7 +24,7 @@ namespace detail {
 
 /// Returns `make(Element{})` for the element type of `dtype`.
 template <class Make>
-auto for_gradient_dtype(at::ScalarType dtype, const Make& make) -> decltype(make(float{})) {
+auto dispatch_gradient_dtype(at::ScalarType dtype, const Make& make) -> decltype(make(float{})) {
   switch (dtype) {
     case at::kFloat:
       return make(float{});
@@ -122,7 +122,7 @@ struct GradStatsAccumulator {
   typename Vec::Bits max_bits_vec{};
 
   /// Adds sixteen elements.
-  C10_ALWAYS_INLINE void add_block(const Stored* data) {
+  C10_ALWAYS_INLINE void add_tile(const Stored* data) {
     add_loads(data,
               std::make_index_sequence<static_cast<std::size_t>(kSquareSums / Vec::kWidth)>{});
   }
@@ -173,7 +173,7 @@ struct GradStatsKernel {
     const auto* stored = static_cast<const typename Vec::Format::Stored*>(data);
     GradStatsAccumulator<Element, Vec> accumulator;
     int64_t i = 0;
-    for (; i + kSquareSums <= count; i += kSquareSums) accumulator.add_block(stored + i);
+    for (; i + kSquareSums <= count; i += kSquareSums) accumulator.add_tile(stored + i);
     accumulator.finish(stored, i, count, partial);
   }
 };
@@ -186,7 +186,7 @@ GradStatsKernelFn get_grad_stats_kernel(CpuIsa isa) {
 }
 
 inline GradStatsKernelFn get_grad_stats_kernel(at::ScalarType dtype, CpuIsa isa) {
-  return for_gradient_dtype(
+  return dispatch_gradient_dtype(
       dtype, [isa]<class Element>(Element) { return get_grad_stats_kernel<Element>(isa); });
 }
 

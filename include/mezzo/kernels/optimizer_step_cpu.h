@@ -46,22 +46,23 @@ class VectorizedStep {
     const Step step(coefficients.as<typename Functor::Coefficients>(), args.multipliers,
                     param.model_param_is_fp16);
     const RandomKey key = random_key(args.seed, args.step, param.param_index,
-                                     static_cast<uint64_t>(pointers.first) >> 32);
+                                     static_cast<uint64_t>(pointers.first_index) >> 32);
     typename Vec::Bits tile_indices[kUnroll], seeds[kUnroll];
     Vec::template arange<kDeinterleave>(tile_indices);
     Elements elements;
     elements.has_low_bits_or_model_param = pointers.low_bits_or_model_param != nullptr;
     int64_t i = begin;
     for (; i + kTileElements <= pointers.numel; i += kTileElements) {
-      load_gradients(param, i, args.zeroes_grad, elements.gradient);
+      load_gradients(param, i, args.zero_grad, elements.gradient);
       for_each_array(pointers, i, elements,
                      []<class ArrayVec>(ArrayVec, const auto* data, auto& bits)
                          C10_ALWAYS_INLINE_ATTRIBUTE {
                            ArrayVec::template load_unrolled<kDeinterleave>(data, bits);
                          });
       MEZZO_UNROLL_IN_REGISTERS
-      for (int k = 0; k < kUnroll; ++k) {  // first + i is a multiple of a tile: ^ adds the index
-        seeds[k] = tile_indices[k] ^ (static_cast<uint32_t>(pointers.first + i) ^ key);
+      for (int k = 0; k < kUnroll;
+           ++k) {  // first_index + i is a multiple of a tile: ^ adds the index
+        seeds[k] = tile_indices[k] ^ (static_cast<uint32_t>(pointers.first_index + i) ^ key);
       }
       step(elements, seeds);
       for_each_array(pointers, i, elements,
@@ -95,22 +96,22 @@ class VectorizedStep {
     }
   }
 
-  /// Loads gradients from their own dtype, and sets them to zero if `zeroes_grad`.
-  C10_ALWAYS_INLINE static void load_gradients(const ParamArgs& param, int64_t i, bool zeroes_grad,
+  /// Loads gradients from their own dtype, and sets them to zero if `zero_grad`.
+  C10_ALWAYS_INLINE static void load_gradients(const ParamArgs& param, int64_t i, bool zero_grad,
                                                Value (&values)[kUnroll]) {
     void* const data = param.pointers.gradient;
     const at::ScalarType dtype = param.gradient_dtype;
     if constexpr (std::is_same_v<typename Vec::Format::opmath_t, double>) {
-      if (dtype == at::kDouble) return load_as<double>(data, i, zeroes_grad, values);
-      load_as<float>(data, i, zeroes_grad, values);
+      if (dtype == at::kDouble) return load_as<double>(data, i, zero_grad, values);
+      load_as<float>(data, i, zero_grad, values);
     } else {
-      if (dtype == at::kFloat) return load_as<float>(data, i, zeroes_grad, values);
-      dtype == at::kHalf ? load_as<c10::Half>(data, i, zeroes_grad, values)
-                         : load_as<c10::BFloat16>(data, i, zeroes_grad, values);
+      if (dtype == at::kFloat) return load_as<float>(data, i, zero_grad, values);
+      dtype == at::kHalf ? load_as<c10::Half>(data, i, zero_grad, values)
+                         : load_as<c10::BFloat16>(data, i, zero_grad, values);
     }
   }
   template <class Element>
-  C10_ALWAYS_INLINE static void load_as(void* data, int64_t i, bool zeroes_grad,
+  C10_ALWAYS_INLINE static void load_as(void* data, int64_t i, bool zero_grad,
                                         Value (&values)[kUnroll]) {
     using GradVec = typename Vec::template Rebind<Element>;
     auto* const stored = static_cast<typename GradVec::Stored*>(data) + i;
@@ -123,7 +124,7 @@ class VectorizedStep {
       GradVec::convert(value, values[k]);
       bits[k] = bits[k] & 0U;
     }
-    if (zeroes_grad) GradVec::template store_unrolled<kDeinterleave>(bits, stored);
+    if (zero_grad) GradVec::template store_unrolled<kDeinterleave>(bits, stored);
   }
 };
 
@@ -197,13 +198,13 @@ inline ParamArgs narrow_param(ParamArgs param, int64_t begin, int64_t numel) {
     advance(moment, is_split ? at::kFloat : param.parameter_dtype);
   }
   advance(pointers.low_bits_or_model_param, at::kShort);
-  pointers.first += begin;
+  pointers.first_index += begin;
   return param;
 }
 
 /// Steps all parameters in one pass over their memory, on libtorch's threads.
 /// \param params  a range of ParamArgs, whose `group` is an index of `groups`
-/// \param args    multipliers, zeroes_grad and seed of all parameters
+/// \param args    multipliers, zero_grad and seed of all parameters
 template <class Params>
 void run_step_cpu(const Params& params, const std::vector<CpuGroupArgs>& groups,
                   const StepArgs& args) {

@@ -48,7 +48,7 @@ struct ParamPointers {
   void* moments[kMaxMoments] = {};  ///< null beyond the functor's kNumMoments
   int64_t numel = 0;
   void* low_bits_or_model_param = nullptr;  ///< int16 of SplitWeightFormat, or a master's weight
-  int64_t first = 0;  ///< index of the first element; on the CPU a multiple of kMinChunkElements
+  int64_t first_index = 0;                  ///< of the first element; on the CPU a multiple of 256
 };
 
 /// Kernel arguments of one parameter.
@@ -84,9 +84,9 @@ C10_HOST_DEVICE inline GradMultipliers grad_multipliers(double inv_scale, double
 /// Arguments of a CPU step that all parameters of a group share.
 struct StepArgs {
   GradMultipliers multipliers{};
-  bool zeroes_grad = false;  ///< sets gradients to zero after reading them
-  uint64_t seed = 0;         ///< of stochastic rounding
-  uint64_t step = 1;         ///< 1 in the first step; for stochastic rounding
+  bool zero_grad = false;  ///< sets gradients to zero after reading them
+  uint64_t seed = 0;       ///< of stochastic rounding
+  uint64_t step = 1;       ///< 1 in the first step; for stochastic rounding
 };
 
 /// A CPU kernel that steps `param` with a functor's Coefficients.

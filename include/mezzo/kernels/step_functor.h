@@ -66,10 +66,10 @@ class StepFunctor {
                                                 const GradMultipliers& multipliers,
                                                 bool model_param_is_fp16)
       : update_(coefficients),
-        has_second_(multipliers.second != 1),
+        has_second_multiplier_(multipliers.second != 1),
         model_param_is_fp16_(model_param_is_fp16) {
-    Vec::broadcast(static_cast<Scalar>(multipliers.first), first_);
-    Vec::broadcast(static_cast<Scalar>(multipliers.second), second_);
+    Vec::broadcast(static_cast<Scalar>(multipliers.first), first_multiplier_);
+    Vec::broadcast(static_cast<Scalar>(multipliers.second), second_multiplier_);
   }
 
   /// \param seeds  for stochastic rounding: RandomKey XOR the lower 32 bits of the element's index
@@ -115,8 +115,8 @@ class StepFunctor {
   C10_HOST_DEVICE C10_ALWAYS_INLINE void compute(const Elements<kCount>& elements, int i,
                                                  Value& parameter,
                                                  Value (&moments)[kMomentArraySize]) const {
-    Value gradient = elements.gradient[i] * first_;
-    if (has_second_) gradient = gradient * second_;
+    Value gradient = elements.gradient[i] * first_multiplier_;
+    if (has_second_multiplier_) gradient = gradient * second_multiplier_;
     if constexpr (kIsSplit) {
       combine_low_bits(elements.parameter[i], elements.low_bits_or_model_param[i], parameter);
     } else {
@@ -191,8 +191,8 @@ class StepFunctor {
   }
 
   typename Functor::template Update<Vec> update_;
-  Value first_, second_;  // GradMultipliers
-  bool has_second_;
+  Value first_multiplier_, second_multiplier_;  // GradMultipliers
+  bool has_second_multiplier_;
   bool model_param_is_fp16_;
 };
 

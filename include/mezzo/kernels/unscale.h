@@ -72,7 +72,7 @@ UnscaleKernelFn get_unscale_kernel(CpuIsa isa) {
 }
 
 inline UnscaleKernelFn get_unscale_kernel(at::ScalarType dtype, CpuIsa isa) {
-  return for_gradient_dtype(
+  return dispatch_gradient_dtype(
       dtype, [isa]<class Element>(Element) { return get_unscale_kernel<Element>(isa); });
 }
 
@@ -152,9 +152,9 @@ inline void unscale_and_check_(const std::vector<at::Tensor>& all, at::Tensor& f
   }
   if (backend == KernelBackend::aten) {
     unscale_aten_(gradients, found_inf, inv_scale);
-    return check_nonfinite_(gradients, found_inf);  // of the products
+    return update_found_inf_(gradients, found_inf);  // of the products
   }
-  if (is_one_on_cpu(inv_scale)) return check_nonfinite_(gradients, found_inf);
+  if (is_one_on_cpu(inv_scale)) return update_found_inf_(gradients, found_inf);
   ContiguousRanges memory;
   std::vector<std::pair<at::Tensor, at::Tensor>> copies;  // (gradient that is not dense, copy)
   for (const at::Tensor& gradient : gradients) {

@@ -20,7 +20,7 @@ namespace detail {
 /// State of a loss scale on a device, as tensors of one element.
 struct ScaleTensors {
   at::Tensor scale;               ///< float32
-  at::Tensor inverse;             ///< float32: inverse_scale(scale)
+  at::Tensor inv_scale;           ///< float32: compute_inv_scale(scale)
   at::Tensor growth_tracker;      ///< int32
   at::Tensor hysteresis_tracker;  ///< int32
 };
@@ -28,12 +28,12 @@ struct ScaleTensors {
 /// Returns 1 / scale, correctly rounded, as torch.amp and at::reciprocal do. Computed in double: no
 /// compiler flag makes its division approximate, and its 53 bits of precision (at least 2 * 24 + 2)
 /// make the double rounding innocuous.
-C10_HOST_DEVICE inline float inverse_scale(float scale) {
+C10_HOST_DEVICE inline float compute_inv_scale(float scale) {
   return static_cast<float>(1.0 / static_cast<double>(scale));
 }
 
 /// \throws c10::Error if ATen's kernel updates the scale on `device` and lacks an option
-inline void check_update_kernel(const GradScalerOptions& options, at::Device device) {
+inline void check_scale_update_supported(const GradScalerOptions& options, at::Device device) {
   TORCH_CHECK(options.hysteresis == 1 || options.mode != LossScaleMode::dynamic ||
                   kernel_backend(device) != KernelBackend::aten,
               "hysteresis is ", options.hysteresis, ", but ATen's kernel for ", device.type(),
@@ -48,7 +48,7 @@ inline void update_scale_cpu_(const GradScalerOptions& options, const ScaleTenso
   const LossScaleState next = options.next({*scale_value, *tracker_value, *hysteresis_value},
                                            *found_inf.const_data_ptr<float>() != 0.0F);
   *scale_value = next.scale;
-  *tensors.inverse.mutable_data_ptr<float>() = inverse_scale(next.scale);
+  *tensors.inv_scale.mutable_data_ptr<float>() = compute_inv_scale(next.scale);
   *tracker_value = next.growth_tracker;
   *hysteresis_value = next.hysteresis_tracker;
   // An autograd graph may have saved the scale.
@@ -64,7 +64,7 @@ inline void update_scale_aten_(const GradScalerOptions& options, ScaleTensors te
   const bool is_bounded =
       options.min_scale > 0 || options.max_scale < std::numeric_limits<double>::infinity();
   if (is_bounded) tensors.scale.clamp_(options.min_scale, options.max_scale);
-  at::reciprocal_out(tensors.inverse, tensors.scale);
+  at::reciprocal_out(tensors.inv_scale, tensors.scale);
 }
 
 /// Updates the state in place by GradScalerOptions::next; one launch with mezzo's CUDA kernels. All

@@ -29,11 +29,11 @@ C10_HOST_DEVICE inline uint64_t splitmix64(uint64_t bits) {
 }
 
 /// \param step   1 in the first step
-/// \param block  element index / 2^32
+/// \param high_index  element index / 2^32
 C10_HOST_DEVICE inline RandomKey random_key(uint64_t seed, uint64_t step, uint64_t parameter,
-                                            uint64_t block) {
+                                            uint64_t high_index) {
   return static_cast<RandomKey>(
-      splitmix64(splitmix64(splitmix64(splitmix64(seed) ^ step) ^ parameter) ^ block));
+      splitmix64(splitmix64(splitmix64(splitmix64(seed) ^ step) ^ parameter) ^ high_index));
 }
 
 /// Permutes 32 bits so that each result bit depends on all of `bits`: the multiply-xorshift hash

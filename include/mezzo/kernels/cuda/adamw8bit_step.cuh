@@ -111,10 +111,10 @@ __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThr
   const AdamW8bitListMetadata::Chunk chunk = metadata.get_chunk(blockIdx.x);
   const ParamArgs& param = chunk.param;
   if (threadIdx.x == 0) {
-    const RandomKey key = random_key(chunk.args.seed, chunk.args.step, param.param_index,
+    const RandomKey key = random_key(chunk.step_args.seed, chunk.step_args.step, param.param_index,
                                      static_cast<uint64_t>(chunk.begin) >> 32);
-    shared_context = {Step(chunk.coefficients, chunk.args.multipliers, param.model_param_is_fp16),
-                      key};
+    shared_context = {
+        Step(chunk.coefficients, chunk.step_args.multipliers, param.model_param_is_fp16), key};
   }
   __syncthreads();
   const BlockContext<Step> context = shared_context;

@@ -79,26 +79,26 @@ struct AlignedChunk {
   static constexpr int kSize = kGradVectorSize<Stored>;
 
   Stored* data;
-  int64_t before;  ///< elements before the first vector
+  int64_t num_head;  ///< elements before the first vector
   int64_t num_vectors;
   int64_t num_scalars;  ///< elements before and after the vectors
 
   __device__ AlignedChunk(void* tensor, int64_t begin, int64_t end)
       : data(static_cast<Stored*>(tensor) + begin) {
     const int64_t head = elements_before_vectors(data, sizeof(Stored), kSize);
-    before = head < end - begin ? head : end - begin;
-    num_vectors = (end - begin - before) / kSize;
+    num_head = head < end - begin ? head : end - begin;
+    num_vectors = (end - begin - num_head) / kSize;
     num_scalars = end - begin - num_vectors * kSize;
   }
-  __device__ Vector* vectors() const { return reinterpret_cast<Vector*>(data + before); }
+  __device__ Vector* vectors() const { return reinterpret_cast<Vector*>(data + num_head); }
   __device__ Stored& scalar(int64_t i) const {
-    return data[i < before ? i : i + num_vectors * kSize];
+    return data[i < num_head ? i : i + num_vectors * kSize];
   }
 };
 
 /// Calls `visit` with arrays of this thread's vectors, and with each of its other elements.
 template <class Stored, class Visit>
-__device__ void for_each_of_thread(const AlignedChunk<Stored>& chunk, int thread, int threads,
+__device__ void for_each_in_thread(const AlignedChunk<Stored>& chunk, int thread, int threads,
                                    Visit& visit) {
   using Vector = GradVector<Stored>;
   const Vector* const vectors = chunk.vectors();
@@ -184,7 +184,7 @@ __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kGradThr
   using Stored = typename FloatFormat<Element>::Stored;
   const auto chunk = metadata.get_chunk(blockIdx.x);
   ThreadGradStats<Element> thread_stats;
-  for_each_of_thread(AlignedChunk<Stored>(chunk.data, chunk.begin, chunk.end),
+  for_each_in_thread(AlignedChunk<Stored>(chunk.data, chunk.begin, chunk.end),
                      static_cast<int>(threadIdx.x), kGradThreads, thread_stats);
   const PartialGradStats merged = merge_block<kGradThreads>(thread_stats.partial());
   if (threadIdx.x == 0) partials[chunk.first_partial + chunk.chunk_in_tensor] = merged;

@@ -140,12 +140,12 @@ static at::Tensor empty_pinned(at::IntArrayRef sizes, at::ScalarType dtype) {
 }
 
 static __global__ void update_scale_kernel(const GradScalerOptions options, float* scale,
-                                           float* inverse, int32_t* growth_tracker,
+                                           float* inv_scale, int32_t* growth_tracker,
                                            int32_t* hysteresis_tracker, const float* found_inf) {
   const LossScaleState next =
       options.next({*scale, *growth_tracker, *hysteresis_tracker}, *found_inf != 0.0F);
   *scale = next.scale;
-  *inverse = inverse_scale(next.scale);
+  *inv_scale = compute_inv_scale(next.scale);
   *growth_tracker = next.growth_tracker;
   *hysteresis_tracker = next.hysteresis_tracker;
 }
@@ -154,10 +154,11 @@ static void update_scale_(const GradScalerOptions& options, const ScaleTensors& 
                           const at::Tensor& found_inf) {
   const DeviceGuard guard(tensors.scale.device());
   const Stream stream = current_stream();
-  launch<update_scale_kernel>(
-      1, 1, stream, options, tensors.scale.mutable_data_ptr<float>(),
-      tensors.inverse.mutable_data_ptr<float>(), tensors.growth_tracker.mutable_data_ptr<int32_t>(),
-      tensors.hysteresis_tracker.mutable_data_ptr<int32_t>(), found_inf.const_data_ptr<float>());
+  launch<update_scale_kernel>(1, 1, stream, options, tensors.scale.mutable_data_ptr<float>(),
+                              tensors.inv_scale.mutable_data_ptr<float>(),
+                              tensors.growth_tracker.mutable_data_ptr<int32_t>(),
+                              tensors.hysteresis_tracker.mutable_data_ptr<int32_t>(),
+                              found_inf.const_data_ptr<float>());
   // An autograd graph may have saved the scale.
   tensors.scale.unsafeGetTensorImpl()->bump_version();
 }

@@ -99,20 +99,20 @@ struct GradArray {
 template <int kVectorSize, class Arrays, class Visit>
 __device__ void for_each_in_chunk(const Arrays& arrays, int head, int count, const Visit& visit) {
   constexpr int kStride = kStepThreads * kVectorSize;
-  const int before = head < count ? head : count;
-  const int in_vectors = (count - before) / kVectorSize * kVectorSize;
+  const int num_head = head < count ? head : count;
+  const int num_vectorized = (count - num_head) / kVectorSize * kVectorSize;
   const auto thread = static_cast<int>(threadIdx.x);
   Arrays vector_arrays = arrays;  // advanced, since an index would cost instructions for each array
-  vector_arrays.advance(before + thread * kVectorSize);
+  vector_arrays.advance(num_head + thread * kVectorSize);
   // Not unrolled: a vector is enough work for an iteration, and copies compile slowly.
   MEZZO_NO_UNROLL
-  for (int i = thread * kVectorSize; i < in_vectors; i += kStride) {
-    visit.template operator()<kVectorSize>(vector_arrays, before + i);
+  for (int i = thread * kVectorSize; i < num_vectorized; i += kStride) {
+    visit.template operator()<kVectorSize>(vector_arrays, num_head + i);
     vector_arrays.advance(kStride);
   }
   MEZZO_NO_UNROLL
-  for (int k = thread; k < count - in_vectors; k += kStepThreads) {
-    const int i = k < before ? k : k + in_vectors;
+  for (int k = thread; k < count - num_vectorized; k += kStepThreads) {
+    const int i = k < num_head ? k : k + num_vectorized;
     Arrays scalar_arrays = arrays;
     scalar_arrays.advance(i);
     visit.template operator()<1>(scalar_arrays, i);

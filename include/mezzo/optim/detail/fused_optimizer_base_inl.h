@@ -500,10 +500,9 @@ MEZZO_INLINE void FusedOptimizerBase::step_cpu(Params params, const Groups& grou
     last = &param;
     param.group = static_cast<std::uint32_t>(calls.size() - 1);
   }
-  run_step_cpu(params, calls,
-               {.multipliers = *multipliers,
-                .zeroes_grad = zeroes_in_kernel,
-                .seed = storage_options_.seed});
+  run_step_cpu(
+      params, calls,
+      {.multipliers = *multipliers, .zero_grad = zeroes_in_kernel, .seed = storage_options_.seed});
   finish_step(params, calls, options.zero_grad, zeroes_in_kernel, copies);
 }
 

@@ -165,7 +165,7 @@ MEZZO_INLINE void GradScaler::unscale_grads(OptimizerRef optimizer, PerOptimizer
   const c10::NoGradGuard no_grad;
   StepPlan plan = detail::make_plan(optimizer);
   check_can_unscale(optimizer.optimizer(), plan);
-  const at::Tensor& inverse = scale_.inverse;
+  const at::Tensor& inverse = scale_.inv_scale;
   auto param = plan.params.begin();
   for (const at::Tensor& gradient : detail::dense_gradients(plan)) {  // before any write
     TORCH_CHECK(detail::can_unscale(gradient, detail::to_device(inverse, gradient.device())),
@@ -238,7 +238,7 @@ MEZZO_INLINE StepResult GradScaler::step_on_device(optim::MixedPrecisionOptimize
   was_unscaled ? state.check_still_unscaled(optimizer.optimizer())
                : check_can_unscale(optimizer.optimizer(), plan);
   GradStats stats =
-      optimizer.grad_stats(plan, was_unscaled ? at::ones_like(scale_.scale) : scale_.inverse);
+      optimizer.grad_stats(plan, was_unscaled ? at::ones_like(scale_.scale) : scale_.inv_scale);
   if (!was_unscaled) state.found_inf = at::Tensor();  // discards that of a step that threw
   detail::check_has_gradients(was_unscaled ? state.found_inf.defined() : plan.has_params(),
                               optimizer.optimizer());
@@ -260,7 +260,7 @@ MEZZO_INLINE StepResult GradScaler::step_with_host_sync(OptimizerRef optimizer,
   const bool was_unscaled = state.stage == OptState::unscaled;
   if (!was_unscaled) unscale_grads(optimizer, state);
   detail::check_has_gradients(state.found_inf.defined(), optimizer.optimizer());
-  GradStats stats{.inv_scale = scale_.inverse, .found_inf = state.found_inf};
+  GradStats stats{.inv_scale = scale_.inv_scale, .found_inf = state.found_inf};
   std::vector<at::Tensor> gradients;
   if (was_unscaled || detail::has_max_norm(options)) {
     gradients = detail::dense_gradients(detail::make_plan(optimizer));
@@ -322,7 +322,7 @@ MEZZO_INLINE void GradScaler::add_found_inf(const PerOptimizerState& state) {
   if (!state.found_inf.defined()) return;
   detail::add_flag(found_inf_, state.found_inf);
   if (state.stage != OptState::unscaled) return;
-  const GradStats stats{.inv_scale = scale_.inverse, .found_inf = state.found_inf};
+  const GradStats stats{.inv_scale = scale_.inv_scale, .found_inf = state.found_inf};
   reporter_.observe(future_pool_.make_result(scale_.scale, stats, /*was_unscaled=*/false));
 }
 
@@ -357,7 +357,7 @@ MEZZO_INLINE void GradScaler::update(const at::Tensor& new_scale) {
 MEZZO_INLINE void GradScaler::set_scale(const at::Tensor& new_scale) {
   for (const auto& [optimizer, state] : per_optimizer_states_) add_found_inf(state);
   scale_.scale.copy_(new_scale.reshape({})).clamp_(options_.min_scale, options_.max_scale);
-  at::reciprocal_out(scale_.inverse, scale_.scale);
+  at::reciprocal_out(scale_.inv_scale, scale_.scale);
   finish_iteration();
   reporter_.record_use();
 }
@@ -385,14 +385,14 @@ MEZZO_INLINE at::Tensor GradScaler::get_scale_on(at::Device device) {
 }
 
 MEZZO_INLINE void GradScaler::lazy_init_scale(at::Device device) {
-  detail::check_update_kernel(options_, device);
+  detail::check_scale_update_supported(options_, device);
   detail::check_not_capturing(device, "the loss scale");
   // Inference tensors could not be updated outside InferenceMode.
   const c10::InferenceMode no_inference(false);
   const auto scalar = at::TensorOptions().device(device).dtype(at::kFloat);
   const LossScaleState& state = initial_state_;
   scale_ = {at::full({}, state.scale, scalar),
-            at::full({}, detail::inverse_scale(state.scale), scalar),
+            at::full({}, detail::compute_inv_scale(state.scale), scalar),
             at::full({}, state.growth_tracker, scalar.dtype(at::kInt)),
             at::full({}, state.hysteresis_tracker, scalar.dtype(at::kInt))};
 }
@@ -490,12 +490,12 @@ MEZZO_INLINE void GradScaler::load_state_dict(const StateDict& state) {
   next.growth_tracker = static_cast<int32_t>(integer("_growth_tracker"));
   next.hysteresis_tracker =
       static_cast<int32_t>(integer("_hysteresis_tracker", next.hysteresis_tracker));
-  if (scale_.scale.defined()) detail::check_update_kernel(options, scale_.scale.device());
+  if (scale_.scale.defined()) detail::check_scale_update_supported(options, scale_.scale.device());
   options_ = options;
   initial_state_ = next;
   if (!scale_.scale.defined()) return;
   scale_.scale.fill_(next.scale);
-  scale_.inverse.fill_(detail::inverse_scale(next.scale));
+  scale_.inv_scale.fill_(detail::compute_inv_scale(next.scale));
   scale_.growth_tracker.fill_(next.growth_tracker);
   scale_.hysteresis_tracker.fill_(next.hysteresis_tracker);
 }

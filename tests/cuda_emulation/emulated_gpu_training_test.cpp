@@ -38,13 +38,13 @@ using test_support::TrainingOptions;
 using testing::HasSubstr;
 
 /// The parameter seeds the order of the streams' work.
-class GraphCapture : public testing::TestWithParam<uint64_t> {
+class EmulatedGpuTraining : public testing::TestWithParam<uint64_t> {
  protected:
   void SetUp() override { emulated_gpu::begin(GetParam()); }
   void TearDown() override { emulated_gpu::run_all(); }
 };
 
-INSTANTIATE_TEST_SUITE_P(Orders, GraphCapture, testing::Range(uint64_t{0}, uint64_t{3}));
+INSTANTIATE_TEST_SUITE_P(Orders, EmulatedGpuTraining, testing::Range(uint64_t{0}, uint64_t{3}));
 
 /// A Training whose construction has completed, so that tests may use other streams.
 struct Training : test_support::Training {
@@ -55,7 +55,7 @@ struct Training : test_support::Training {
 };
 
 // The code of docs/cuda.md.
-TEST_P(GraphCapture, ThrowsOnDefaultStream) {
+TEST_P(EmulatedGpuTraining, ThrowsOnDefaultStream) {
   Training training(emulated_gpu::device());
   (void)training.iterate();
   emulated_gpu::run_all();
@@ -72,7 +72,7 @@ TEST_P(GraphCapture, ThrowsOnDefaultStream) {
 }
 
 // In the default capture mode, an event query invalidates a capture of another thread.
-TEST_P(GraphCapture, ReadsResultDuringAnotherThreadsCapture) {
+TEST_P(EmulatedGpuTraining, ReadsResultDuringAnotherThreadsCapture) {
   Training training(emulated_gpu::device());
   const mezzo::StepResult asked = training.iterate(), awaited = training.iterate();
   const c10::StreamGuard stream(emulated_gpu::new_stream());
@@ -89,7 +89,7 @@ TEST_P(GraphCapture, ReadsResultDuringAnotherThreadsCapture) {
 }
 
 // Replays of a captured scale() do not notify the host.
-TEST_P(GraphCapture, EagerStepAfterReplayDoesNotWarn) {
+TEST_P(EmulatedGpuTraining, EagerStepAfterReplayDoesNotWarn) {
   const at::Tensor ones = at::ones({3}, at::device(emulated_gpu::device()));
   const at::Tensor x = at::ones({3}, at::device(emulated_gpu::device())).requires_grad_();
   mezzo::optim::SGD optimizer({x}, 0.1);
@@ -227,16 +227,16 @@ void expect_cpu_results(const TrainingOptions& options) {
   }
 }
 
-TEST_P(GraphCapture, MixedEagerStepsAndReplaysMatchCpu) {
+TEST_P(EmulatedGpuTraining, MixedEagerStepsAndReplaysMatchCpu) {
   for (const TrainingOptions& options : all_options()) expect_cpu_results(options);
 }
 
-TEST(GraphCaptureManyParameters, MatchesCpu) {
+TEST(EmulatedGpuTrainingManyParameters, MatchesCpu) {
   emulated_gpu::begin(1);
   expect_cpu_results(kManyParameters);
 }
 
-TEST_P(GraphCapture, IncrementsManyStepCountsOnce) {
+TEST_P(EmulatedGpuTraining, IncrementsManyStepCountsOnce) {
   const c10::StreamGuard stream(emulated_gpu::new_stream());
   const at::Tensor counts = at::zeros({4001}, at::device(emulated_gpu::device()).dtype(at::kFloat));
   std::vector<float*> state_steps;
@@ -253,7 +253,7 @@ TEST_P(GraphCapture, IncrementsManyStepCountsOnce) {
   EXPECT_TRUE(at::equal(counts.cpu(), at::full({4001}, 2.0F)));
 }
 
-TEST_P(GraphCapture, ThrowsWithoutWarmUp) {
+TEST_P(EmulatedGpuTraining, ThrowsWithoutWarmUp) {
   const auto expect_throws = [](Training& training) {
     emulated_gpu::Graph graph;
     const c10::StreamGuard stream(emulated_gpu::new_stream());
@@ -276,7 +276,7 @@ TEST_P(GraphCapture, ThrowsWithoutWarmUp) {
   }
 }
 
-TEST_P(GraphCapture, CapturedResultFollowsLastReplay) {
+TEST_P(EmulatedGpuTraining, CapturedResultFollowsLastReplay) {
   Training gpu(emulated_gpu::device());
   const c10::StreamGuard stream(emulated_gpu::new_stream());
   const mezzo::StepResult eager = gpu.iterate();
@@ -300,7 +300,7 @@ TEST_P(GraphCapture, CapturedResultFollowsLastReplay) {
   EXPECT_TRUE(eager.applied());
 }
 
-TEST_P(GraphCapture, HostStepCountsContinueOnDevice) {
+TEST_P(EmulatedGpuTraining, HostStepCountsContinueOnDevice) {
   Training gpu(emulated_gpu::device());
   Training cpu(at::kCPU);
   for (Training* training : {&gpu, &cpu}) {
@@ -330,7 +330,7 @@ const std::vector<LaunchCounts> kLaunchCounts = {
     {"301 tensors", kManyParameters, 8, 77536},
 };
 
-TEST_P(GraphCapture, StepLaunchesMatchDocsWithoutCopies) {
+TEST_P(EmulatedGpuTraining, StepLaunchesMatchDocsWithoutCopies) {
   for (const LaunchCounts& expected : kLaunchCounts) {
     SCOPED_TRACE(expected.what);
     Training gpu(emulated_gpu::device(), expected.options);
@@ -351,7 +351,7 @@ TEST_P(GraphCapture, StepLaunchesMatchDocsWithoutCopies) {
 }
 
 // Pinned memory is reused only after its kernel has run.
-TEST_P(GraphCapture, ScalerMayEndBeforeResultIsReady) {
+TEST_P(EmulatedGpuTraining, ScalerMayEndBeforeResultIsReady) {
   auto gpu = std::make_unique<Training>(emulated_gpu::device());
   const c10::StreamGuard stream(emulated_gpu::new_stream());
   (void)gpu->iterate();  // creates the state
@@ -360,7 +360,7 @@ TEST_P(GraphCapture, ScalerMayEndBeforeResultIsReady) {
   gpu = nullptr;
 }
 
-TEST_P(GraphCapture, ResultWaitsForItsEventOnly) {
+TEST_P(EmulatedGpuTraining, ResultWaitsForItsEventOnly) {
   Training gpu(emulated_gpu::device());
   const c10::Stream other = emulated_gpu::new_stream();
   const emulated_gpu::StreamBlocker held(other);
@@ -369,14 +369,14 @@ TEST_P(GraphCapture, ResultWaitsForItsEventOnly) {
   EXPECT_FALSE(gpu.iterate().applied());
 }
 
-TEST_P(GraphCapture, LooksUpDeviceAddressOnce) {
+TEST_P(EmulatedGpuTraining, LooksUpDeviceAddressOnce) {
   Training gpu(emulated_gpu::device());
   const int before = cuda_emulation::address_lookups;
   for (int i = 0; i < 20; ++i) EXPECT_TRUE(gpu.iterate().applied());
   EXPECT_LE(cuda_emulation::address_lookups - before, 3) << "one per pinned buffer";
 }
 
-TEST_P(GraphCapture, StoredResultReportsItsStep) {
+TEST_P(EmulatedGpuTraining, StoredResultReportsItsStep) {
   Training gpu(emulated_gpu::device());
   gpu.scaler().on_skip(nullptr);
   std::vector<std::pair<mezzo::StepResult, float>> results;
@@ -403,7 +403,7 @@ void expect_same(const mezzo::Ema& gpu, const mezzo::Ema& cpu) {
   EXPECT_TRUE(at::allclose(cat_averages(gpu), cat_averages(cpu), 1e-6, 1e-7));
 }
 
-TEST_P(GraphCapture, CountsConsecutiveSkipsAsynchronously) {
+TEST_P(EmulatedGpuTraining, CountsConsecutiveSkipsAsynchronously) {
   Training training(emulated_gpu::device());
   std::vector<int64_t> consecutive_skips;
   training.scaler().on_skip(
@@ -426,7 +426,7 @@ struct Averaged {
   mezzo::Ema ema{training.parameters(), {.decay = 0.75}};
 };
 
-TEST_P(GraphCapture, EmaFollowsFoundInfWithoutSync) {
+TEST_P(EmulatedGpuTraining, EmaFollowsFoundInfWithoutSync) {
   for (const TrainingOptions& options : all_options()) {
     Averaged cpu(at::kCPU, options), gpu(emulated_gpu::device(), options);
     for (const float value : {1.0F, kInfinity, 2.0F, kInfinity, 3.0F}) {
@@ -443,7 +443,7 @@ TEST_P(GraphCapture, EmaFollowsFoundInfWithoutSync) {
   }
 }
 
-TEST_P(GraphCapture, EmaUpdateIsCaptured) {
+TEST_P(EmulatedGpuTraining, EmaUpdateIsCaptured) {
   for (const TrainingOptions& options : all_options()) {
     Averaged cpu(at::kCPU, options), gpu(emulated_gpu::device(), options);
     const c10::StreamGuard stream(emulated_gpu::new_stream());
@@ -461,7 +461,7 @@ TEST_P(GraphCapture, EmaUpdateIsCaptured) {
   }
 }
 
-TEST_P(GraphCapture, SupportsTwoDevices) {
+TEST_P(EmulatedGpuTraining, SupportsTwoDevices) {
   std::vector<at::Tensor> parameters;
   for (int i = 0; i < 6; ++i) {
     parameters.push_back(at::ones({3}, at::device(emulated_gpu::device(i % 2))));
@@ -501,7 +501,7 @@ at::Tensor ones_on(int index) {
   return at::ones({3}, at::device(emulated_gpu::device(index)).dtype(at::kFloat));
 }
 
-TEST_P(GraphCapture, ScalesLossOnAnotherDevice) {
+TEST_P(EmulatedGpuTraining, ScalesLossOnAnotherDevice) {
   const at::Tensor parameter = ones_on(0);
   parameter.mutable_grad() = at::ones_like(parameter);
   mezzo::optim::AdamW optimizer({parameter});
@@ -515,7 +515,7 @@ TEST_P(GraphCapture, ScalesLossOnAnotherDevice) {
   EXPECT_EQ(scaler.scale(ones_on(1))[0].item<float>(), 4.0F);
 }
 
-TEST_P(GraphCapture, BackwardThrowsAfterScaleUpdate) {
+TEST_P(EmulatedGpuTraining, BackwardThrowsAfterScaleUpdate) {
   Training gpu(emulated_gpu::device());
   gpu.iterate();
   const at::Tensor loss = ones_on(0).requires_grad_();
@@ -524,7 +524,7 @@ TEST_P(GraphCapture, BackwardThrowsAfterScaleUpdate) {
   EXPECT_THROW(scaled.backward(), c10::Error) << "backward would use the next scale";
 }
 
-TEST_P(GraphCapture, UnscalesOnGradientsDeviceStream) {
+TEST_P(EmulatedGpuTraining, UnscalesOnGradientsDeviceStream) {
   const c10::StreamGuard stream(emulated_gpu::new_stream(1));
   const c10::DeviceGuard another(emulated_gpu::device(0));
   const at::Tensor parameter = ones_on(1);
@@ -538,7 +538,7 @@ TEST_P(GraphCapture, UnscalesOnGradientsDeviceStream) {
 
 // --- Results and host state --------------------------------------------------------------------
 
-TEST_P(GraphCapture, SkipMessageReportsNextScale) {
+TEST_P(EmulatedGpuTraining, SkipMessageReportsNextScale) {
   Training gpu(emulated_gpu::device());
   std::vector<std::pair<float, float>> scales;
   gpu.scaler().on_skip(
@@ -554,7 +554,7 @@ TEST_P(GraphCapture, SkipMessageReportsNextScale) {
   }
 }
 
-TEST_P(GraphCapture, ZeroesSharedGradientAfterBothSteps) {
+TEST_P(EmulatedGpuTraining, ZeroesSharedGradientAfterBothSteps) {
   const auto stepped = [](at::Device device) {
     const auto one = at::ones({50}, at::device(device));
     const auto other = at::ones({50}, at::device(device));
@@ -571,7 +571,7 @@ TEST_P(GraphCapture, ZeroesSharedGradientAfterBothSteps) {
   EXPECT_TRUE(at::equal(stepped(at::kCPU), at::full({100}, -1.0)));
 }
 
-TEST_P(GraphCapture, DeviceCountStartsAtHostCount) {
+TEST_P(EmulatedGpuTraining, DeviceCountStartsAtHostCount) {
   Training gpu(emulated_gpu::device());
   gpu.iterate();
   auto& state = test_support::get_param_state<mezzo::optim::AdamWParamState>(gpu.optimizer(),
@@ -584,7 +584,7 @@ TEST_P(GraphCapture, DeviceCountStartsAtHostCount) {
   EXPECT_EQ(gpu.applied_steps(), 8);
 }
 
-TEST_P(GraphCapture, GradStatsReadSeveralLaunches) {
+TEST_P(EmulatedGpuTraining, GradStatsReadSeveralLaunches) {
   std::vector<at::Tensor> gradients;
   for (int i = 0; i < 1100; ++i) gradients.push_back(at::full({1}, i + 1.0, at::kFloat));
   const auto grad_stats = [&](at::Device device) {
