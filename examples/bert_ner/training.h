@@ -42,7 +42,8 @@ inline std::unique_ptr<torch::optim::Optimizer> make_optimizer(
   if (precision.has_8bit_moments) {
     return std::make_unique<mezzo::optim::AdamW8bit>(
         groups, adamw,
-        mezzo::optim::AdamW8bitOptions{.params_with_fp32_state = embeddings, .seed = options.seed});
+        mezzo::optim::AdamW8bitStateOptions{.params_with_fp32_state = embeddings,
+                                            .seed = options.seed});
   }
   return std::make_unique<mezzo::optim::AdamW>(
       groups, adamw,

@@ -23,8 +23,8 @@ namespace {
 
 using mezzo::optim::AdamW;
 using mezzo::optim::AdamW8bit;
-using mezzo::optim::AdamW8bitOptions;
 using mezzo::optim::AdamW8bitParamState;
+using mezzo::optim::AdamW8bitStateOptions;
 using test_support::get_param_state;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
@@ -178,7 +178,7 @@ TEST(AdamW8bit, AcceptsAnyStridesAndFloat32Gradients) {
 TEST(AdamW8bit, SmallAndNamedParamsKeepFloat32Moments) {
   for (const bool has_fp32_state : {false, true}) {
     Descent run(at::kBFloat16, {has_fp32_state ? 5000 : 4095});
-    AdamW8bitOptions options;
+    AdamW8bitStateOptions options;
     if (has_fp32_state) options.params_with_fp32_state = {run.parameter};
     AdamW8bit optimizer({run.parameter}, {1e-2}, options);
     run.steps(optimizer, 2);
@@ -293,7 +293,7 @@ TEST(AdamW8bit, BumpsVersionCounters) {
 TEST(AdamW8bit, LargeEmbeddingRowNeedsFloat32Moments) {
   const auto furthest = [](bool in_float) {
     at::Tensor embedding = at::zeros({64, 64}).requires_grad_();  // four rows per block
-    AdamW8bitOptions own;
+    AdamW8bitStateOptions own;
     if (in_float) own.params_with_fp32_state = {embedding};
     AdamW8bit optimizer({embedding}, torch::optim::AdamWOptions(1e-3).weight_decay(0), own);
     for (int step = 0; step < 20; ++step) {

@@ -41,11 +41,11 @@ double norm_sq(GradBuckets& buckets) {
   double sum = 0;
   for (const auto& bucket : buckets.buckets()) {
     sum += bucket.buffer.to(torch::kDouble).square().sum().item<double>();
-    for (const std::size_t number : bucket.parameters) {
-      const Tensor& gradient = buckets.parameters()[number].grad();
+    for (const std::size_t param_index : bucket.param_indices) {
+      const Tensor& gradient = buckets.parameters()[param_index].grad();
       if (!gradient.defined()) continue;
-      EXPECT_TRUE(gradient.storage().is_alias_of(bucket.buffer.storage())) << number;
-      EXPECT_EQ(gradient.scalar_type(), bucket.dtype) << number;
+      EXPECT_TRUE(gradient.storage().is_alias_of(bucket.buffer.storage())) << param_index;
+      EXPECT_EQ(gradient.scalar_type(), bucket.dtype) << param_index;
     }
   }
   return sum;
@@ -57,12 +57,12 @@ TEST(GradBuckets, GroupsByDtypeInReverseOrderUpToCap) {
                                        make_leaf({4}, torch::kDouble)};
   const GradBuckets buckets(parameters, {.bucket_cap_bytes = 128});
   ASSERT_EQ(buckets.buckets().size(), 4U);
-  const auto numbers = [&](std::size_t i) { return buckets.buckets()[i].parameters; };
-  EXPECT_EQ(numbers(0), (std::vector<std::size_t>{4}));
+  const auto param_indices = [&](std::size_t i) { return buckets.buckets()[i].param_indices; };
+  EXPECT_EQ(param_indices(0), (std::vector<std::size_t>{4}));
   EXPECT_EQ(buckets.buckets()[0].dtype, torch::kDouble);
-  EXPECT_EQ(numbers(1), (std::vector<std::size_t>{3, 2}));
-  EXPECT_EQ(numbers(2), (std::vector<std::size_t>{1}));
-  EXPECT_EQ(numbers(3), (std::vector<std::size_t>{0}));
+  EXPECT_EQ(param_indices(1), (std::vector<std::size_t>{3, 2}));
+  EXPECT_EQ(param_indices(2), (std::vector<std::size_t>{1}));
+  EXPECT_EQ(param_indices(3), (std::vector<std::size_t>{0}));
   EXPECT_EQ(buckets.buckets()[1].buffer.numel(), 32);
 }
 

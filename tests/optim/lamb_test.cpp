@@ -134,7 +134,7 @@ TEST(LAMB, MatchesAdamWithoutWeightDecay) {
   EXPECT_TRUE(torch::allclose(x, expected, 0, 1e-14)) << x;
 }
 
-TEST(LAMB, ZeroNormGivesTrustRatioOne) {
+TEST(LAMB, ZeroNormMeansTrustRatioOne) {
   const auto zeros = torch::zeros({4}, torch::kDouble);
   const auto still = torch::tensor({3.0, 4.0}, torch::kDouble);
   LAMB optimizer({zeros, still}, LAMBOptions(0.5).eps(1).weight_decay(0).use_nvlamb(true));

@@ -137,7 +137,7 @@ double get_group_lr(const torch::optim::Optimizer& optimizer, std::size_t group 
   return optimizer.param_groups()[group].options().get_lr();
 }
 
-StepResult make_result(bool ran) { return StepResult({.applied = ran}); }
+StepResult make_result(bool applied) { return StepResult({.applied = applied}); }
 
 torch::optim::OptimizerParamGroup make_group(double lr) {
   return {{weight()}, std::make_unique<torch::optim::SGDOptions>(lr)};
@@ -201,7 +201,7 @@ TEST(LrSchedule, KeepsBaseLrsAndAdoptsLaterGroups) {
   schedule.step();
   EXPECT_THAT(schedule.lrs(), ElementsAre(0.75, 0.1875));
   optimizer.add_param_group(make_group(8.0));
-  schedule.step(make_result(/*ran=*/false));
+  schedule.step(make_result(/*applied=*/false));
   EXPECT_THAT(schedule.lrs(), ElementsAre(0.75, 0.1875, 6.0));
   schedule.step();
   EXPECT_THAT(schedule.lrs(), ElementsAre(0.5, 0.125, 4.0));
@@ -266,15 +266,15 @@ TEST(LrOption, HoldsLrOfNextStep) {
   EXPECT_THAT(get_lr_options(inner, masters), rates);
 }
 
-/// A step that a device decides, ready when `is_known` is set.
+/// A step that a device decides, ready when `is_ready` is set.
 class ManualStepFuture final : public mezzo::StepFuture {
  public:
-  bool ready() const noexcept override { return is_known; }
+  bool ready() const noexcept override { return is_ready; }
   const mezzo::StepResult::Values& values() override {
-    EXPECT_TRUE(is_known) << "the schedule synchronized with a device";
+    EXPECT_TRUE(is_ready) << "the schedule synchronized with a device";
     return values_;
   }
-  bool is_known = false;
+  bool is_ready = false;
 
  private:
   mezzo::StepResult::Values values_{.applied = true};
@@ -303,9 +303,9 @@ TEST(LrOption, FollowsCompletedDeviceSteps) {
   ASSERT_FALSE(optimizer.has_host_step_count());
   EXPECT_EQ(get_group_lr(optimizer), 1.0);
   EXPECT_THAT(schedule.lrs(), ElementsAre(0.625)) << "three steps are applied on the device";
-  futures[0]->is_known = true;
-  futures[2]->is_known = true;
-  schedule.step(make_result(/*ran=*/false));
+  futures[0]->is_ready = true;
+  futures[2]->is_ready = true;
+  schedule.step(make_result(/*applied=*/false));
   EXPECT_EQ(get_group_lr(optimizer), 0.75);
   EXPECT_EQ(parameter.item<double>(), -1 - 0.875 - 0.75)
       << "each factor multiplies the base lr once";

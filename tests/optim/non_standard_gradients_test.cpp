@@ -134,14 +134,14 @@ Tensor make_gradient(const std::string& form, torch::ScalarType dtype) {
   }
   if (form == "ExpandedRows") return make_values({1, 6}, dtype).expand({4, 6});
   if (form == "ExpandedColumns") return make_values({4, 1}, dtype).expand({4, 6});
-  if (form == "OneNumberExpanded") return make_values({}, dtype).expand({4, 6});
+  if (form == "ExpandedScalar") return make_values({}, dtype).expand({4, 6});
   if (form == "Overlapping") return make_values({9}, dtype).as_strided({4, 6}, {1, 1});
   if (form == "OverlappingRows") return make_values({18}, dtype).as_strided({4, 6}, {4, 1});
-  if (form == "NegativeByABit") return torch::_neg_view(make_contiguous());
-  if (form == "WithoutMemory") return torch::_efficientzerotensor({4, 6}, torch::dtype(dtype));
-  if (form == "WithAGraph") return make_contiguous().requires_grad_() * 1;
+  if (form == "NegativeView") return torch::_neg_view(make_contiguous());
+  if (form == "ZeroTensor") return torch::_efficientzerotensor({4, 6}, torch::dtype(dtype));
+  if (form == "WithGraph") return make_contiguous().requires_grad_() * 1;
   if (form == "Sparse") return make_contiguous().to_sparse(1);
-  if (form == "SparseWithAnIndexTwice") {
+  if (form == "UncoalescedSparse") {
     return torch::sparse_coo_tensor(torch::tensor({{0, 2, 0}}, torch::kLong),
                                     make_values({3, 6}, dtype).sign() * kLossScale, {4, 6});
   }
@@ -149,7 +149,7 @@ Tensor make_gradient(const std::string& form, torch::ScalarType dtype) {
   if (form == "Bool") return torch::ones({4, 6}, torch::kBool);
   if (form == "Complex") return torch::ones({4, 6}, torch::kComplexFloat);
   if (form == "Float8") return torch::ones({4, 6}).to(torch::kFloat8_e4m3fn);
-  if (form == "Quantised") {
+  if (form == "Quantized") {
     return torch::quantize_per_tensor(torch::ones({4, 6}), 0.5, 0, torch::kQInt8);
   }
   if (form == "Meta") return torch::ones({4, 6}, torch::dtype(dtype).device(torch::kMeta));
@@ -158,23 +158,14 @@ Tensor make_gradient(const std::string& form, torch::ScalarType dtype) {
   return make_contiguous();
 }
 
-const std::vector<std::string> kForms{"Plain",
-                                      "Transposed",
-                                      "WithGaps",
-                                      "ExpandedRows",
-                                      "ExpandedColumns",
-                                      "OneNumberExpanded",
-                                      "Overlapping",
-                                      "OverlappingRows",
-                                      "NegativeByABit",
-                                      "WithoutMemory",
-                                      "WithAGraph",
-                                      "Sparse",
-                                      "SparseWithAnIndexTwice"};
+const std::vector<std::string> kForms{
+    "Plain",          "Transposed",  "WithGaps",         "ExpandedRows", "ExpandedColumns",
+    "ExpandedScalar", "Overlapping", "OverlappingRows",  "NegativeView", "ZeroTensor",
+    "WithGraph",      "Sparse",      "UncoalescedSparse"};
 
 /// Forms that mezzo's optimizers do not support.
-const std::vector<std::string> kRefusedForms{"Integer",   "Bool", "Complex",       "Float8",
-                                             "Quantised", "Meta", "CompressedRows"};
+const std::vector<std::string> kUnsupportedForms{"Integer",   "Bool", "Complex",       "Float8",
+                                                 "Quantized", "Meta", "CompressedRows"};
 
 std::string save_to_bytes(const OptimizerRef& optimizer) {
   torch::serialize::OutputArchive archive;
@@ -227,14 +218,14 @@ std::optional<mezzo::StepResult> step_by(TrainingRun& training, const std::strin
     return std::nullopt;
   }
   if (call == "UnscaleThenStep") training.scaler.unscale_(training.ref());
-  std::optional result = call == "StepThatClipsAndClears"
+  std::optional result = call == "StepWithClippingAndZeroGrad"
                              ? training.step({.max_norm = 0.5, .zero_grad = true})
                              : training.step();
   training.scaler.update();
   return result;
 }
 
-const std::vector<std::string> kCalls{"Step", "StepThatClipsAndClears", "UnscaleThenStep",
+const std::vector<std::string> kCalls{"Step", "StepWithClippingAndZeroGrad", "UnscaleThenStep",
                                       "NoScaler"};
 
 /// Whether the update is torch's, or of ATen ops.
@@ -282,7 +273,7 @@ TEST_P(NonStandardGradients, MatchContiguousBitwiseOrThrow) {
 
 // After the exception a supported gradient suffices: no other gradient was unscaled meanwhile.
 TEST_P(NonStandardGradients, ThrowingGradientLeavesOthersUnchanged) {
-  for (const std::string& form : kRefusedForms) {
+  for (const std::string& form : kUnsupportedForms) {
     for (const std::string& call : kCalls) {
       if (call == "NoScaler" && updates_with_torch(GetParam())) continue;  // torch accepts integers
       SCOPED_TRACE(call + ", " + form);
@@ -312,7 +303,7 @@ TEST_P(NonStandardGradients, InfSkipsStep) {
   for (const std::string& call : kCalls) {
     if (call == "NoScaler") continue;
     for (const std::string& form : kForms) {
-      if (form == "WithoutMemory" || form == "WithAGraph") continue;
+      if (form == "ZeroTensor" || form == "WithGraph") continue;
       SCOPED_TRACE(call + ", " + form);
       TrainingRun training(GetParam());
       training.set_gradients(0, "Plain", false);
@@ -402,7 +393,7 @@ TEST_P(NonStandardGradients, UndefinedGradientLeavesParamUnchanged) {
       some.parameters[1].mutable_grad() = Tensor();
       const Tensor untouched = some.weights()[1];
       // Clipping and LAMB's trust ratio depend on all gradients unless nothing is clipped.
-      if (call == "StepThatClipsAndClears") all.parameters[1].mutable_grad().zero_();
+      if (call == "StepWithClippingAndZeroGrad") all.parameters[1].mutable_grad().zero_();
       step_by(all, call);
       step_by(some, call);
       EXPECT_THAT(some.weights()[1], BitwiseEqual(untouched));

@@ -85,71 +85,70 @@ struct Training {
 void apply_change(const std::string& what, Training& training, int step) {
   Tensor& gradient = training.parameters[0].mutable_grad();
   auto& groups = training.optimizer->param_groups();
-  if (what == "GradientsInChannelsLast") {
+  if (what == "ChannelsLastGradient") {
     gradient = gradient.contiguous(torch::MemoryFormat::ChannelsLast);
   } else if (what == "ExpandedGradients") {
     gradient = Tensor(gradient).slice(0, 0, 1).expand_as(gradient);
-  } else if (what == "GradientsOfAFlatBuffer") {
+  } else if (what == "FlatBufferGradient") {
     const Tensor flat = torch::cat({torch::ones({3}, torch::kDouble), gradient.flatten()});
     gradient = flat.slice(0, 3).view_as(gradient);
-  } else if (what == "GradientsWithAGraph") {
+  } else if (what == "GradientWithGraph") {
     gradient = gradient.detach().requires_grad_() * 2;
-  } else if (what == "GradientsOfFloat") {
+  } else if (what == "Float32Gradient") {
     gradient = gradient.to(torch::kFloat);
-  } else if (what == "AFrozenParameterThatKeepsItsGradient") {
+  } else if (what == "FrozenParamWithGradient") {
     training.parameters[0].requires_grad_(step < 2);
-  } else if (what == "NoGradientsInTheFirstStep" && step == 0) {
+  } else if (what == "NoGradientsInFirstStep" && step == 0) {
     training.optimizer->zero_grad();
-  } else if (what == "AParameterThatIsTakenOutAndComesBack" && step == 4) {
+  } else if (what == "RemovedAndReaddedParam" && step == 4) {
     groups[0].params().push_back(training.parameters[1]);
   }
   if (step != 2) return;
-  if (what == "NoGradientsInTheThirdStep") training.optimizer->zero_grad();
+  if (what == "NoGradientsInThirdStep") training.optimizer->zero_grad();
   if (what == "ZeroedGradients") training.optimizer->zero_grad(/*set_to_none=*/false);
-  if (what == "AParameterThatIsTakenOutAndComesBack") groups[0].params().pop_back();
-  if (what == "AParameterGivenOtherMemory") {
+  if (what == "RemovedAndReaddedParam") groups[0].params().pop_back();
+  if (what == "ReplacedParamData") {
     training.parameters[3].set_data(torch::ones({5}, torch::kDouble));
-  } else if (what == "AnotherOptimizerWithACopyOfTheState") {
+  } else if (what == "OptimizerWithClonedState") {
     auto next = training.make(groups);
     for (const auto& [key, state] : training.optimizer->state()) {
       next->state()[key] = state->clone();
     }
     training.optimizer = std::move(next);
-  } else if (what == "AStateThatIsForgotten") {
+  } else if (what == "ClearedState") {
     training.optimizer->state().clear();
-  } else if (what == "AnEmptyGroup") {
+  } else if (what == "EmptyGroup") {
     training.optimizer->add_param_group(torch::optim::OptimizerParamGroup({}));
-  } else if (what == "AnEmptyFirstGroup") {
+  } else if (what == "EmptyFirstGroup") {
     groups.insert(groups.begin(), groups.front());
     groups.front().params().clear();
-  } else if (what == "AParameterThatMovesToTheOtherGroup") {
+  } else if (what == "ParamMovedToOtherGroup") {
     groups[1].params().push_back(groups[0].params().back());
     groups[0].params().pop_back();
-  } else if (what == "ParametersInAnotherOrder") {
+  } else if (what == "ReorderedParams") {
     std::swap(groups[0].params()[0], groups[0].params()[1]);
-  } else if (what == "GroupsInAnotherOrder") {
+  } else if (what == "ReorderedGroups") {
     std::reverse(groups.begin(), groups.end());
   }
 }
 
 const char* const kChanges[] = {"Nothing",
-                                "GradientsInChannelsLast",
+                                "ChannelsLastGradient",
                                 "ExpandedGradients",
-                                "GradientsOfAFlatBuffer",
-                                "GradientsWithAGraph",
-                                "GradientsOfFloat",
-                                "NoGradientsInTheThirdStep",
-                                "NoGradientsInTheFirstStep",
+                                "FlatBufferGradient",
+                                "GradientWithGraph",
+                                "Float32Gradient",
+                                "NoGradientsInThirdStep",
+                                "NoGradientsInFirstStep",
                                 "ZeroedGradients",
-                                "AFrozenParameterThatKeepsItsGradient",
-                                "AParameterThatIsTakenOutAndComesBack",
-                                "AParameterGivenOtherMemory",
-                                "AnotherOptimizerWithACopyOfTheState",
-                                "AStateThatIsForgotten"};
+                                "FrozenParamWithGradient",
+                                "RemovedAndReaddedParam",
+                                "ReplacedParamData",
+                                "OptimizerWithClonedState",
+                                "ClearedState"};
 /// Changes that leave the same parameters in the optimizer.
-const char* const kRearrangements[] = {"AnEmptyGroup", "AnEmptyFirstGroup",
-                                       "AParameterThatMovesToTheOtherGroup",
-                                       "ParametersInAnotherOrder", "GroupsInAnotherOrder"};
+const char* const kRearrangements[] = {"EmptyGroup", "EmptyFirstGroup", "ParamMovedToOtherGroup",
+                                       "ReorderedParams", "ReorderedGroups"};
 
 void expect_close(const Training& ours, const Training& theirs) {
   for (std::size_t i = 0; i < ours.parameters.size(); ++i) {

@@ -196,7 +196,7 @@ TEST_F(FusedStep, SkippedStepChangesNothing) {
   EXPECT_EQ(scaler_.get_scale(), 512.0);
 }
 
-TEST_F(FusedStep, SkippedFirstStepCreatesZeroState) {
+TEST_F(FusedStep, SkippedFirstStepCreatesNoState) {
   set_grad({kInfinity, 0});
   scaler_.step(optimizer_);
   EXPECT_TRUE(optimizer_.state().empty());
@@ -425,11 +425,11 @@ TEST(AtenStep, ThrowingStepIsNotCounted) {
 /// SGD whose second call of ATen's kernel throws.
 struct FailingSgd : AtenOptimizer<SGD> {
   using AtenOptimizer::AtenOptimizer;
-  void aten_step(const mezzo::detail::GroupHyperParams& numbers,
+  void aten_step(const mezzo::detail::GroupHyperParams& hyper_params,
                  const mezzo::detail::AtenTensorLists& lists,
                  const mezzo::detail::AtenAmpArgs& amp_args) const override {
     if (++calls == 2) throw std::runtime_error("out of memory");
-    SGD::aten_step(numbers, lists, amp_args);
+    SGD::aten_step(hyper_params, lists, amp_args);
   }
   mutable int calls = 0;
 };

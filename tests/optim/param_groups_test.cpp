@@ -302,7 +302,7 @@ TYPED_TEST(ParamGroups, ReplacedParamDropsState) {
 }
 
 // A plan must not use a state that it then erases with the original parameter.
-TYPED_TEST(ParamGroups, MovedStateIsKept) {
+TYPED_TEST(ParamGroups, PreservesMovedState) {
   using Options = typename TypeParam::Options;
   if (!std::derived_from<typename TypeParam::Optimizer, mezzo::optim::MixedPrecisionOptimizer>)
     return;

@@ -271,8 +271,8 @@ TYPED_TEST(TorchCompatibility, StateCopiesCountIndependently) {
   auto& cloned = dynamic_cast<typename TypeParam::OurState&>(*clone);
   typename TypeParam::OurState assigned;
   assigned = state;
-  cloned.step_count().overwrite(7);
-  assigned.step_count().overwrite(9);
+  cloned.step_count().set_in_place(7);
+  assigned.step_count().set_in_place(9);
   EXPECT_EQ(state.step(), 3);
   EXPECT_EQ(cloned.step(), 7);
   EXPECT_EQ(assigned.step(), 9);

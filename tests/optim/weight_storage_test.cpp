@@ -460,7 +460,7 @@ TEST_F(SplitMasterParam, AcceptsResizedStorage) {
 // --- External writes to 16-bit parameters between steps.
 
 /// All storages of 16-bit parameters.
-std::vector<WeightStorageCase> keepers_of_16_bits() {
+std::vector<WeightStorageCase> low_precision_cases() {
   std::vector<WeightStorageCase> all = test_support::weight_storage_cases();
   std::erase_if(all, [](const WeightStorageCase& one) { return one.dtype == torch::kFloat; });
   return all;
@@ -505,7 +505,7 @@ void write_externally(const std::string& way, const Tensor& parameter, const Ten
 }
 
 TEST(ExternalWeightWrites, TakeEffectAtNextStep) {
-  for (const WeightStorageCase& storage_case : keepers_of_16_bits()) {
+  for (const WeightStorageCase& storage_case : low_precision_cases()) {
     for (const char* const way : kWrites) {
       SCOPED_TRACE(std::string(storage_case.name) + ", by " + way);
       const Tensor parameter =
@@ -528,7 +528,7 @@ TEST(ExternalWeightWrites, TakeEffectAtNextStep) {
 }
 
 TEST(ExternalWeightWrites, PreserveOtherMasters) {
-  for (const WeightStorageCase& storage_case : keepers_of_16_bits()) {
+  for (const WeightStorageCase& storage_case : low_precision_cases()) {
     for (const char* const way : kWrites) {
       SCOPED_TRACE(std::string(storage_case.name) + ", by " + way);
       const Tensor written = torch::ones({kSize}, storage_case.dtype).requires_grad_();
@@ -552,7 +552,7 @@ TEST(ExternalWeightWrites, PreserveOtherMasters) {
 
 TEST(ExternalWeightWrites, ZeroInfAndNaNAreExact) {
   const float inf = std::numeric_limits<float>::infinity();
-  for (const WeightStorageCase& storage_case : keepers_of_16_bits()) {
+  for (const WeightStorageCase& storage_case : low_precision_cases()) {
     for (const float from : {1.01F, -1.01F}) {
       SCOPED_TRACE(testing::Message() << storage_case.name << " from " << from);
       const Tensor parameter = torch::full({kSize}, from).to(storage_case.dtype).requires_grad_();
@@ -581,8 +581,8 @@ TEST(ExternalWeightWrites, ZeroInfAndNaNAreExact) {
   }
 }
 
-TEST(ExternalWeightWrites, ZeroMethodGivesZero) {
-  for (const WeightStorageCase& storage_case : keepers_of_16_bits()) {
+TEST(ExternalWeightWrites, InPlaceZeroIsExact) {
+  for (const WeightStorageCase& storage_case : low_precision_cases()) {
     SCOPED_TRACE(storage_case.name);
     const Tensor parameter = torch::linspace(-1, 1, kSize).to(storage_case.dtype).requires_grad_();
     const OwnedOptimizer optimizer = storage_case.make({parameter});
@@ -600,7 +600,7 @@ TEST(ExternalWeightWrites, ZeroMethodGivesZero) {
 
 // flat.split(n) returns views with one version counter: a write to one bumps all.
 TEST(ExternalWeightWrites, SharedVersionCounterTrains) {
-  for (const WeightStorageCase& storage_case : keepers_of_16_bits()) {
+  for (const WeightStorageCase& storage_case : low_precision_cases()) {
     SCOPED_TRACE(storage_case.name);
     const Tensor flat = torch::ones({4 * kSize}, storage_case.dtype);
     std::vector<Tensor> views;
@@ -617,7 +617,7 @@ TEST(ExternalWeightWrites, SharedVersionCounterTrains) {
 }
 
 TEST(ExternalWeightWrites, MasterWritesTakePrecedence) {
-  for (const WeightStorageCase& storage_case : keepers_of_16_bits()) {
+  for (const WeightStorageCase& storage_case : low_precision_cases()) {
     if (storage_case.is_split) continue;
     SCOPED_TRACE(storage_case.name);
     const Tensor parameter = torch::ones({kSize}, storage_case.dtype).requires_grad_();
@@ -642,7 +642,7 @@ TEST(ExternalWeightWrites, MasterWritesTakePrecedence) {
 
 // A master exposed at an earlier step and not written since.
 TEST(ExternalWeightWrites, OverrideExposedMasters) {
-  for (const WeightStorageCase& storage_case : keepers_of_16_bits()) {
+  for (const WeightStorageCase& storage_case : low_precision_cases()) {
     if (storage_case.is_split) continue;
     SCOPED_TRACE(storage_case.name);
     const Tensor parameter = torch::ones({kSize}, storage_case.dtype).requires_grad_();

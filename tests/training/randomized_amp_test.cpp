@@ -110,13 +110,13 @@ struct ReferenceLoss {
 struct ReferenceBackward {
   std::optional<std::size_t> scaled_by{};  ///< the loss whose scale its gradients have
   bool awaits_step = false;
-  bool has_true_gradients() const { return awaits_step && !scaled_by; }
+  bool has_unscaled_grads() const { return awaits_step && !scaled_by; }
 };
 
 class AmpProgram : public Program {
  public:
-  AmpProgram(uint64_t seed, CallCounts& is_mixed_precision)
-      : Program(seed + (uint64_t{1} << 40), is_mixed_precision) {
+  AmpProgram(uint64_t seed, CallCounts& call_counts)
+      : Program(seed + (uint64_t{1} << 40), call_counts) {
     is_enabled_ = !random_.one_in(8);
     is_dynamic_ = !random_.one_in(5);
     interval_ = 2 + random_.below(2);
@@ -192,8 +192,8 @@ class AmpProgram : public Program {
   }
 
   OptLevel random_level() {
-    const auto name =
-        random_.of<std::string>({"O0", "O1", "O1_bf16", "O2", "O2", "O2_bf16", "O3", "O3_bf16"});
+    const auto name = random_.choose<std::string>(
+        {"O0", "O1", "O1_bf16", "O2", "O2", "O2_bf16", "O3", "O3_bf16"});
     mezzo::OptLevelOverrides overrides{.loss_scale = *loss_scale_};
     if (name == "O2" && random_.one_in(2)) overrides.keep_batchnorm_fp32 = false;
     return OptLevel::parse(name, overrides);
@@ -299,7 +299,7 @@ class AmpProgram : public Program {
   bool reference_unscale_optimizer(std::size_t i) {
     ReferenceBackward& passes = passes_[i];
     ReferenceLoss& loss = losses_[*passes.scaled_by];
-    for (ReferenceWeight& one : reference_[i].weights) one.widen();
+    for (ReferenceWeight& one : reference_[i].weights) one.cast_gradient_to_float32();
     passes.scaled_by.reset();
     if (!reference_[i].has_gradient()) return false;
     const bool found = !reference_[i].is_finite();
@@ -466,10 +466,10 @@ class AmpProgram : public Program {
   /// Stashes unscaled gradients. Returns none if the gradients have the scale of the loss.
   std::optional<Gradients> reference_begin_backward(std::size_t i, std::size_t id) {
     if (!is_enabled_) return std::nullopt;
-    const bool has_true_gradients = passes_[i].has_true_gradients();
+    const bool has_unscaled_grads = passes_[i].has_unscaled_grads();
     passes_[i].awaits_step = true;
     passes_[i].scaled_by = id;
-    if (!has_true_gradients) return std::nullopt;
+    if (!has_unscaled_grads) return std::nullopt;
     Gradients stashed;
     for (ReferenceWeight& one : reference_[i].weights) {
       stashed.push_back(std::exchange(one.gradient, std::nullopt));
@@ -491,7 +491,7 @@ class AmpProgram : public Program {
   }
 
   void zero_grad(std::size_t i) {
-    zero_grad(i, random_.of<std::string>({"amp", "model", "optimizer"}));
+    zero_grad(i, random_.choose<std::string>({"amp", "model", "optimizer"}));
   }
   void zero_grad(std::size_t i, const std::string& by) {
     const bool set_to_none = !random_.one_in(3);
@@ -673,7 +673,7 @@ class AmpProgram : public Program {
 
   mezzo::StepOptions random_step_options() {
     mezzo::StepOptions options;
-    if (random_.one_in(3)) options.max_norm = random_.of<double>({0.5, 1, 2});
+    if (random_.one_in(3)) options.max_norm = random_.choose<double>({0.5, 1, 2});
     options.zero_grad = random_.one_in(3);
     return options;
   }
@@ -691,33 +691,33 @@ class AmpProgram : public Program {
         reference_unscale(*passes.scaled_by);
       }
     }
-    bool ran = false;
+    bool applied = false;
     const double norm = side.norm();
     if (!throws) {
-      ran = !is_enabled_ || side.is_finite();
-      if (ran && !side.is_mixed_precision() && std::isfinite(options.max_norm)) {
+      applied = !is_enabled_ || side.is_finite();
+      if (applied && !side.is_mixed_precision() && std::isfinite(options.max_norm)) {
         side.clip_norm(side.norm(), options.max_norm);  // in place, like clip_grad_norm_
         side.step(1);
-      } else if (ran) {
+      } else if (applied) {
         side.step(clip_factor(side.norm(), options.max_norm));
       }
       if (options.zero_grad) side.zero_grad(false);
       must_zero_grad_[i] = !options.zero_grad;
       backward_counts_[i] = 0;
-      count(ran ? "step" : "skipped step");
+      count(applied ? "step" : "skipped step");
       count(is_enabled_ ? "step at " + std::string(level_->name()) : "step of a disabled Amp");
     } else {
       count("step that throws");
     }
     expect(throws, [&] {
       const auto result = amp_->step(optimizer(i), options);
-      compare_result(result, ran, norm);
+      compare_result(result, applied, norm);
       if (sides_[i].schedule) sides_[i].schedule->step(result);
       if (!sides_[i].averages || random_.one_in(2)) return;
       report_.line("    averages follow");
-      count(ran ? "averages follow" : "averages that follow no skipped step");
+      count(applied ? "averages follow" : "averages that follow no skipped step");
       sides_[i].averages->update(result);
-      if (ran) follow_average(i);
+      if (applied) follow_average(i);
     });
     if (throws) return;
     passes = {};

@@ -40,8 +40,7 @@ class Program {
   std::string text() const { return report_.text(); }
 
  protected:
-  Program(uint64_t seed, CallCounts& is_mixed_precision)
-      : random_(seed), counts_(is_mixed_precision) {}
+  Program(uint64_t seed, CallCounts& call_counts) : random_(seed), counts_(call_counts) {}
 
   // The library's objects for optimizer `i`.
   virtual const std::vector<Tensor>& parameters(std::size_t i) const = 0;
@@ -119,7 +118,7 @@ class Program {
     const bool by_value = random_.one_in(3);
     const bool at_masters =
         side.is_mixed_precision() && side.has_master_params() && random_.one_in(2);
-    const double limit = random_.of<double>({0.5, 1, 2});
+    const double limit = random_.choose<double>({0.5, 1, 2});
     report_.line("torch's clip_grad_", by_value ? "value_" : "norm_", "(",
                  at_masters ? "master_params(optimizer " : "(parameters of optimizer ", i, "), ",
                  limit, ")");
@@ -238,11 +237,11 @@ class Program {
   }
 
   /// Compares the result of a step.
-  void compare_result(const mezzo::StepResult& result, bool ran, std::optional<double> norm) {
-    report_.line(result.applied() ? "    ran" : "    skipped");
-    if (result.applied() != ran || result.found_inf() == ran) {
+  void compare_result(const mezzo::StepResult& result, bool applied, std::optional<double> norm) {
+    report_.line(result.applied() ? "    applied" : "    skipped");
+    if (result.applied() != applied || result.found_inf() == applied) {
       report_.fail("applied() is ", result.applied(), ", found_inf() ", result.found_inf(),
-                   "; expected ", ran, ", ", !ran);
+                   "; expected ", applied, ", ", !applied);
     }
     const auto actual = result.grad_norm();
     if (actual && norm && std::isfinite(*norm) && !is_close(*actual, *norm, 1e-5 * *norm + 1e-6)) {
@@ -281,10 +280,10 @@ void run_programs(int64_t programs, const std::string& kinds, int64_t min_count)
   };
   const int64_t first = number("MEZZO_RANDOMIZED_FIRST_SEED", 0);
   const int64_t seeds = number("MEZZO_RANDOMIZED_SEEDS", programs);
-  CallCounts is_mixed_precision;
+  CallCounts call_counts;
   int64_t failures = 0;
   for (int64_t seed = first; seed < first + seeds && failures < 3; ++seed) {
-    RandomProgram program(static_cast<uint64_t>(seed), is_mixed_precision);
+    RandomProgram program(static_cast<uint64_t>(seed), call_counts);
     if (program.run()) continue;
     ADD_FAILURE() << "program with seed " << seed << ":\n" << program.text();
     ++failures;
@@ -292,7 +291,7 @@ void run_programs(int64_t programs, const std::string& kinds, int64_t min_count)
   if (seeds < programs || failures > 0) return;
   std::istringstream names(kinds);
   for (std::string kind; std::getline(names >> std::ws, kind, ';');) {
-    EXPECT_GE(is_mixed_precision[kind], min_count) << kind << " is too rare";
+    EXPECT_GE(call_counts[kind], min_count) << kind << " is too rare";
   }
 }
 

@@ -44,7 +44,7 @@ struct ReferenceScaler {
   };
 
   bool is_enabled = true;
-  bool allows_half = true;
+  bool allows_fp16_gradients = true;
   bool has_scaled = false;
   double scale = 1;
   double max_scale = 4096;
@@ -76,7 +76,7 @@ struct ReferenceScaler {
 
 class ScalerProgram : public Program {
  public:
-  ScalerProgram(uint64_t seed, CallCounts& is_mixed_precision) : Program(seed, is_mixed_precision) {
+  ScalerProgram(uint64_t seed, CallCounts& call_counts) : Program(seed, call_counts) {
     const auto sides = static_cast<std::size_t>(1 + (random_.one_in(3) ? 1 : 0));
     for (std::size_t i = 0; i < sides; ++i) {
       OptimizerConfig config = random_config(random_);
@@ -89,7 +89,7 @@ class ScalerProgram : public Program {
     scaler_.states.resize(sides);
     saves_often_ = random_.one_in(3);
     scaler_.is_enabled = !random_.one_in(4);
-    scaler_.allows_half = !random_.one_in(4);
+    scaler_.allows_fp16_gradients = !random_.one_in(4);
     scaler_.scale = std::ldexp(1.0, static_cast<int>(3 + random_.below(8)));
     scaler_.interval = 2 + random_.below(3);
     for (const ReferenceOptimizer& side : reference_) {  // including weights that are added later
@@ -100,7 +100,7 @@ class ScalerProgram : public Program {
     make_library();
     report_.line("GradScaler(init_scale ", scaler_.scale, ", growth_interval ", scaler_.interval,
                  ", max_scale ", scaler_.max_scale, scaler_.is_enabled ? "" : ", disabled",
-                 scaler_.allows_half ? ", allow_fp16_gradients" : "", ")");
+                 scaler_.allows_fp16_gradients ? ", allow_fp16_gradients" : "", ")");
     if (!scaler_.is_enabled) scaler_.scale = 1;
   }
 
@@ -147,9 +147,11 @@ class ScalerProgram : public Program {
   void add_parameter(std::size_t i, const ReferenceWeight& weight) override {
     const Tensor parameter = make_late_parameter(weight);
     sides_[i].parameters.push_back(parameter);
-    auto& groups_of = optimizer(i);
-    if (!weight.begins_group) return groups_of.param_groups()[0].params().push_back(parameter);
-    groups_of.add_param_group(make_group(weight, parameter, groups_of.param_groups()[0].options()));
+    auto& torch_optimizer = optimizer(i);
+    if (!weight.begins_group)
+      return torch_optimizer.param_groups()[0].params().push_back(parameter);
+    torch_optimizer.add_param_group(
+        make_group(weight, parameter, torch_optimizer.param_groups()[0].options()));
   }
   bool has_unscaled_grads(std::size_t) const override {
     return true;
@@ -189,7 +191,7 @@ class ScalerProgram : public Program {
                                        .enabled = scaler_.is_enabled,
                                        .min_scale = 1,
                                        .max_scale = scaler_.max_scale,
-                                       .allow_fp16_gradients = scaler_.allows_half});
+                                       .allow_fp16_gradients = scaler_.allows_fp16_gradients});
     library_->on_skip(nullptr);
   }
 
@@ -258,14 +260,14 @@ class ScalerProgram : public Program {
   }
 
   bool throws_for_fp16(const ReferenceOptimizer& side) const {
-    return side.has_fp16_without_master() && !scaler_.allows_half;
+    return side.has_fp16_without_master() && !scaler_.allows_fp16_gradients;
   }
 
   /// Unscales. Returns whether unscale_ must throw.
   bool reference_unscale(std::size_t i) {
     ReferenceOptimizer& side = reference_[i];
     if (!scaler_.is_enabled) {
-      for (ReferenceWeight& one : side.weights) one.widen();
+      for (ReferenceWeight& one : side.weights) one.cast_gradient_to_float32();
       return false;
     }
     if (!scaler_.has_scaled) return true;
@@ -280,7 +282,7 @@ class ScalerProgram : public Program {
     record.found.reset();
     if (!side.has_gradient()) return false;
     for (ReferenceWeight& one : side.weights) {
-      one.widen();
+      one.cast_gradient_to_float32();
       if (one.gradient) one.multiply_gradient(1 / scaler_.scale);
     }
     record.found = !side.is_finite();
@@ -360,7 +362,7 @@ class ScalerProgram : public Program {
   /// The expected result of a step.
   struct Expected {
     bool throws = false;
-    bool ran = true;
+    bool applied = true;
     std::optional<double> norm{};
   };
 
@@ -387,7 +389,7 @@ class ScalerProgram : public Program {
     record.stage = OptState::stepped;
     const double inverse = has_unscaled_grads ? 1 : 1 / scaler_.scale;
     const double norm = side.norm() * inverse;
-    Expected expected{.ran = !found};
+    Expected expected{.applied = !found};
     if (side.is_mixed_precision() || clips || was_unscaled) expected.norm = norm;
     if (!found) reference_apply(side, inverse, norm, options);
     if (options.zero_grad) side.zero_grad(false);
@@ -415,7 +417,7 @@ class ScalerProgram : public Program {
   void step(std::size_t i) {
     const bool has_options = !random_.one_in(3);
     mezzo::StepOptions options;
-    if (has_options && random_.one_in(2)) options.max_norm = random_.of<double>({0.5, 1, 2});
+    if (has_options && random_.one_in(2)) options.max_norm = random_.choose<double>({0.5, 1, 2});
     if (has_options && random_.one_in(3)) options.zero_grad = true;
     std::ostringstream text;
     if (has_options) {
@@ -427,7 +429,7 @@ class ScalerProgram : public Program {
     expect(right.throws, [&] {
       OptimizerRef stepped = optimizer_ref(i);
       const auto result = has_options ? library_->step(stepped, options) : library_->step(stepped);
-      compare_result(result, right.ran, right.norm);
+      compare_result(result, right.applied, right.norm);
       const char* const clipped = std::isfinite(options.max_norm) ? " with max_norm" : "";
       count(std::string(result.applied() ? "step" : "skipped step") + clipped);
       const ReferenceOptimizer& side = reference_[i];

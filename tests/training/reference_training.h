@@ -40,7 +40,7 @@ class Random {
   }
   bool one_in(int64_t n) { return below(n) == 0; }
   template <class T>
-  T of(const std::vector<T>& all) {
+  T choose(const std::vector<T>& all) {
     return all[static_cast<std::size_t>(below(static_cast<int64_t>(all.size())))];
   }
 
@@ -149,7 +149,7 @@ struct ReferenceWeight {
     gradient->tolerance = 0;
   }
   /// Casts the gradient of a weight with a master to float32, as unscale_ does.
-  void widen() {
+  void cast_gradient_to_float32() {
     if (gradient && has_master && is_16_bit(gradient->dtype)) gradient->dtype = torch::kFloat;
   }
   /// Accumulates a gradient, which has the weight's dtype, as autograd does.
@@ -287,12 +287,12 @@ inline OptimizerConfig random_config(Random& random) {
   const std::vector<torch::ScalarType> low{torch::kBFloat16, torch::kHalf};
   if (!config.is_mezzo) {
     config.has_master_weights = !random.one_in(3);
-    if (!random.one_in(4)) config.dtype = random.of(low);
+    if (!random.one_in(4)) config.dtype = random.choose(low);
   } else if (!random.one_in(4)) {
     config.storage = static_cast<WeightStorage>(random.below(3));
     if (random.one_in(3)) config.storage = WeightStorage::fp32_master;
     const bool is_split = config.storage == WeightStorage::split_master;
-    config.dtype = is_split ? torch::kBFloat16 : random.of(low);
+    config.dtype = is_split ? torch::kBFloat16 : random.choose(low);
     config.accumulates_in_float32 = random.one_in(5);
   }
   config.last_weight_is_norm = random.one_in(3);
@@ -454,7 +454,7 @@ inline ReferenceWeight make_reference_weight(const OptimizerConfig& config, torc
   weight.shape = {static_cast<int64_t>(size)};
   if (config.has_unusual_shapes && random.one_in(2)) {
     const std::vector<std::vector<int64_t>> shapes{{0, 2}, {}, {2, 2}, {3}};
-    weight.shape = random.of(shapes);
+    weight.shape = random.choose(shapes);
     size = static_cast<std::size_t>(c10::multiply_integers(weight.shape));
     if (size == 4) weight.layout = Layout::transposed;
   }

@@ -60,8 +60,9 @@ struct AdamTraits : OptimizerTraits<Options, State, AdamFunctor<false>, AdamFunc
     const auto step = [](const auto&... arguments) {
       kIsDecoupled ? at::_fused_adamw_(arguments...) : at::_fused_adam_(arguments...);
     };
-    step(lists.parameters, lists.gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, lists.counts,
-         lr, adam.beta1, adam.beta2, adam.weight_decay, adam.eps, hyper_params.has_extra_moment,
+    step(lists.parameters, lists.gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs,
+         lists.state_steps, lr, adam.beta1, adam.beta2, adam.weight_decay, adam.eps,
+         hyper_params.has_extra_moment,
          /*maximize=*/false, amp_args.grad_scale, amp_args.found_inf);
   }
 };

@@ -28,7 +28,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace optim {
 
 /// Options of AdamW8bit for all groups, in addition to each group's torch::optim::AdamWOptions.
-struct AdamW8bitOptions {
+struct AdamW8bitStateOptions {
   /// Parameters with float32 moments. Include embeddings, as in the paper: small moments of a row
   /// are quantized to 0 if another row of the same block has larger gradients.
   std::vector<at::Tensor> params_with_fp32_state = {};
@@ -82,11 +82,11 @@ class AdamW8bit : public detail::TorchOptimizerBase<AdamW8bit, torch::optim::Ada
   ///   appears twice, or for another tensor in `options.params_with_fp32_state`
   explicit AdamW8bit(const std::vector<torch::optim::OptimizerParamGroup>& groups,
                      const torch::optim::AdamWOptions& defaults = {},
-                     const AdamW8bitOptions& options = {});
+                     const AdamW8bitStateOptions& options = {});
   /// Makes one group of `parameters`.
   explicit AdamW8bit(std::vector<at::Tensor> parameters,
                      const torch::optim::AdamWOptions& defaults = {},
-                     const AdamW8bitOptions& options = {})
+                     const AdamW8bitStateOptions& options = {})
       : AdamW8bit(detail::make_single_group(std::move(parameters), kName), defaults, options) {}
 
   /// Writes options, state and seed.
@@ -138,7 +138,7 @@ class AdamW8bit : public detail::TorchOptimizerBase<AdamW8bit, torch::optim::Ada
 
 inline AdamW8bit::AdamW8bit(const std::vector<torch::optim::OptimizerParamGroup>& groups,
                             const torch::optim::AdamWOptions& defaults,
-                            const AdamW8bitOptions& options)
+                            const AdamW8bitStateOptions& options)
     : TorchOptimizerBase(groups, defaults), seed_(options.seed) {
   const std::vector<at::Tensor> all = description().parameters();
   for (std::size_t i = 0; i < options.params_with_fp32_state.size(); ++i) {
@@ -185,14 +185,14 @@ inline void AdamW8bit::check_gradient(const at::Tensor& parameter) {
 /// Checks shapes, dtypes and layouts of a state, which may be loaded.
 inline void AdamW8bit::check_state(const at::Tensor& parameter, const AdamW8bitParamState& state,
                                    const detail::OptimizerDescription& description) {
-  const auto fits = [&](const at::Tensor& moment, const at::Tensor& scales) {
+  const auto fits = [&](const at::Tensor& moment, const at::Tensor& absmax) {
     if (!moment.defined() || moment.sizes() != parameter.sizes() ||
         moment.layout() != at::kStrided || !detail::same_strides(parameter, moment)) {
       return false;
     }
-    if (!scales.defined()) return moment.scalar_type() == at::kFloat;
-    return moment.scalar_type() == at::kByte && scales.scalar_type() == at::kFloat &&
-           scales.is_contiguous() && scales.numel() == detail::num_quant_blocks(parameter.numel());
+    if (!absmax.defined()) return moment.scalar_type() == at::kFloat;
+    return moment.scalar_type() == at::kByte && absmax.scalar_type() == at::kFloat &&
+           absmax.is_contiguous() && absmax.numel() == detail::num_quant_blocks(parameter.numel());
   };
   check_state_matches(fits(state.exp_avg(), state.exp_avg_absmax()) &&
                           fits(state.exp_avg_sq(), state.exp_avg_sq_absmax()) &&
@@ -212,8 +212,8 @@ inline AdamW8bitParamState& AdamW8bit::get_or_create_state(const at::Tensor& par
                              at::MemoryFormat::Preserve);
   }
   if (!has_fp32_moments) {
-    for (at::Tensor* const scales : {&created->exp_avg_absmax(), &created->exp_avg_sq_absmax()}) {
-      *scales = at::zeros({detail::num_quant_blocks(parameter.numel())}, options.dtype(at::kFloat));
+    for (at::Tensor* const absmax : {&created->exp_avg_absmax(), &created->exp_avg_sq_absmax()}) {
+      *absmax = at::zeros({detail::num_quant_blocks(parameter.numel())}, options.dtype(at::kFloat));
     }
   }
   state = std::move(created);
@@ -233,12 +233,12 @@ inline void AdamW8bit::update() {
                                                .weight_decay = options.weight_decay(),
                                                .is_decoupled = true};
     for (const at::Tensor& parameter : group.params()) {
-      const std::uint64_t own_number = param_index++;
+      const std::uint64_t current_index = param_index++;
       if (!parameter.grad().defined()) continue;
       AdamW8bitParamState& state = get_or_create_state(parameter);
       state.step(state.step() + 1);
       gradients.push_back(detail::with_strides_of(parameter, parameter.grad()));
-      const auto scales = [](at::Tensor& tensor) {
+      const auto absmax_data = [](at::Tensor& tensor) {
         return tensor.defined() ? tensor.mutable_data_ptr<float>() : nullptr;
       };
       auto found = std::find_if(by_device.begin(), by_device.end(), [&](const auto& known) {
@@ -247,17 +247,18 @@ inline void AdamW8bit::update() {
       if (found == by_device.end()) {
         found = by_device.insert(found, {parameter.device(), {}});
       }
-      found->second.push_back({{.pointers = {parameter.mutable_data_ptr(),
-                                             const_cast<void*>(gradients.back().const_data_ptr()),
-                                             {state.exp_avg().mutable_data_ptr(),
-                                              state.exp_avg_sq().mutable_data_ptr()},
-                                             parameter.numel()},
-                                .param_index = static_cast<std::uint32_t>(own_number),
-                                .parameter_dtype = parameter.scalar_type(),
-                                .gradient_dtype = gradients.back().scalar_type()},
-                               {scales(state.exp_avg_absmax()), scales(state.exp_avg_sq_absmax())},
-                               hyper_params.coefficients(options.lr(), state.step()),
-                               {.seed = seed_, .step = static_cast<std::uint64_t>(state.step())}});
+      found->second.push_back(
+          {{.pointers = {parameter.mutable_data_ptr(),
+                         const_cast<void*>(gradients.back().const_data_ptr()),
+                         {state.exp_avg().mutable_data_ptr(),
+                          state.exp_avg_sq().mutable_data_ptr()},
+                         parameter.numel()},
+            .param_index = static_cast<std::uint32_t>(current_index),
+            .parameter_dtype = parameter.scalar_type(),
+            .gradient_dtype = gradients.back().scalar_type()},
+           {absmax_data(state.exp_avg_absmax()), absmax_data(state.exp_avg_sq_absmax())},
+           hyper_params.coefficients(options.lr(), state.step()),
+           {.seed = seed_, .step = static_cast<std::uint64_t>(state.step())}});
       detail::bump_version(parameter);
     }
   }

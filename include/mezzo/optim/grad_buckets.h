@@ -38,7 +38,7 @@ struct FlatGradBucket {
   /// `grad_dtype()` of the parameters: their dtype unless `set_grad_dtype` was called.
   at::ScalarType dtype;
   /// Indices into GradBuckets::parameters, in the order of the gradients.
-  std::vector<std::size_t> parameters;
+  std::vector<std::size_t> param_indices;
   /// 1D. Each gradient starts at a multiple of 64 bytes; the padding is zero.
   at::Tensor buffer;
 };
@@ -146,13 +146,13 @@ inline GradBuckets::GradBuckets(const std::vector<at::Tensor>& parameters,
     offsets[param_index] = length;
     const int64_t aligned = kAlignment / size;
     length = (length + parameter.numel() + aligned - 1) / aligned * aligned;
-    buckets_[*bucket].parameters.push_back(param_index);
+    buckets_[*bucket].param_indices.push_back(param_index);
   }
   const c10::InferenceMode no_inference(false);
   for (std::size_t i = 0; i < buckets_.size(); ++i) {
     FlatGradBucket& bucket = buckets_[i];
     bucket.buffer = at::zeros({lengths[i]}, at::TensorOptions(bucket.dtype).device(bucket.device));
-    for (const std::size_t param_index : bucket.parameters) {
+    for (const std::size_t param_index : bucket.param_indices) {
       const at::Tensor& parameter = parameters[param_index];
       const at::Tensor like = parameter.is_non_overlapping_and_dense()
                                   ? parameter

@@ -43,7 +43,7 @@ struct LionOptions : public detail::SerializableOptions<LionOptions> {
 
 /// Per-parameter state of Lion: `exp_avg()` of the parameter's shape and dtype, and `step()`, the
 /// number of applied steps, which synchronizes for a parameter that is not on the CPU.
-struct LionParamState : public detail::FusedParamState<LionParamState, detail::CountedState<>> {
+struct LionParamState : public detail::FusedParamState<LionParamState, detail::StateWithStep<>> {
   /// Running mean of the gradients.
   TORCH_ARG(at::Tensor, exp_avg);
 

@@ -53,7 +53,7 @@ class LrSchedule {
     if (mixed_precision() != nullptr) {
       mixed_precision()->set_lr_factors(detail::make_lr_factors(curve_));
     }
-    num_known_steps_ = applied_steps();
+    num_ready_steps_ = applied_steps();
     set_optimizer_lrs();
   }
   /// Moves the schedule: the source no longer sets the lrs.
@@ -68,12 +68,12 @@ class LrSchedule {
   /// result.
   void step(const StepResult& step_result) {
     if (mixed_precision() == nullptr) {
-      if (step_result.applied()) ++num_known_steps_;
+      if (step_result.applied()) ++num_ready_steps_;
     } else if (!mixed_precision()->has_host_step_count()) {
       pending_.push_back(step_result);
       std::erase_if(pending_, [this](const StepResult& result) {
         const bool is_ready = result.ready();
-        if (is_ready && result.applied()) ++num_known_steps_;
+        if (is_ready && result.applied()) ++num_ready_steps_;
         return is_ready;
       });
       if (pending_.size() > kMaxPending) pending_.erase(pending_.begin());
@@ -89,13 +89,13 @@ class LrSchedule {
           "LrSchedule::step() counts a step that the GradScaler has skipped. Pass it the result: "
           "auto result = scaler.step(optimizer); scaler.update(); schedule.step(result);");
     }
-    ++num_known_steps_;
+    ++num_ready_steps_;
     set_optimizer_lrs();
   }
 
   /// Returns the number of applied steps. Synchronizes if a mezzo optimizer counts on a device.
   int64_t applied_steps() const {
-    return mixed_precision() != nullptr ? mixed_precision()->applied_steps() : num_known_steps_;
+    return mixed_precision() != nullptr ? mixed_precision()->applied_steps() : num_ready_steps_;
   }
 
   /// Returns the lr of each group's next step. Synchronizes as `applied_steps` does.
@@ -107,7 +107,7 @@ class LrSchedule {
   /// Returns the base lr of each group.
   std::vector<double> base_lrs() const {
     return mixed_precision() != nullptr ? mixed_precision()->base_lrs()
-                                        : scheduled_.base_lrs(groups());
+                                        : scheduled_lrs_.base_lrs(groups());
   }
 
   /// Sets the number of applied steps, for state that you restore yourself; also the optimizer's,
@@ -117,7 +117,7 @@ class LrSchedule {
     TORCH_CHECK(applied_steps >= 0, "set_applied_steps: applied_steps is ", applied_steps,
                 "; it should be at least 0");
     if (mixed_precision() != nullptr) mixed_precision()->set_applied_steps(applied_steps);
-    num_known_steps_ = applied_steps;
+    num_ready_steps_ = applied_steps;
     pending_.clear();
     set_optimizer_lrs();
   }
@@ -141,7 +141,7 @@ class LrSchedule {
     if (schedule.mixed_precision() != nullptr) {
       schedule.mixed_precision()->set_base_lrs(progress.base_lrs);
     } else {
-      schedule.scheduled_.set_base_lrs(progress.base_lrs, schedule.groups());
+      schedule.scheduled_lrs_.set_base_lrs(progress.base_lrs, schedule.groups());
     }
     schedule.set_applied_steps(*progress.applied_steps);
     return archive;
@@ -171,22 +171,22 @@ class LrSchedule {
   /// Sets the `lr` options to the lrs of the next step, after the steps with a ready result.
   void set_optimizer_lrs() {
     if (mixed_precision() == nullptr) {
-      return scheduled_.set_optimizer_lrs(groups(), curve_.factor(num_known_steps_));
+      return scheduled_lrs_.set_optimizer_lrs(groups(), curve_.factor(num_ready_steps_));
     }
     if (mixed_precision()->has_host_step_count()) {
-      num_known_steps_ = mixed_precision()->applied_steps();
+      num_ready_steps_ = mixed_precision()->applied_steps();
       pending_.clear();
     }
-    mixed_precision()->set_optimizer_lrs(num_known_steps_);
+    mixed_precision()->set_optimizer_lrs(num_ready_steps_);
   }
 
   static constexpr std::size_t kMaxPending = 64;  // results of captured steps are never ready
 
   OptimizerRef optimizer_;
   Curve curve_;
-  int64_t num_known_steps_ = 0;      // applied steps with a ready result
-  std::vector<StepResult> pending_;  // results that are not ready
-  detail::ScheduledLrs scheduled_;   // for an optimizer that is not a MixedPrecisionOptimizer
+  int64_t num_ready_steps_ = 0;         // applied steps with a ready result
+  std::vector<StepResult> pending_;     // results that are not ready
+  detail::ScheduledLrs scheduled_lrs_;  // for an optimizer that is not a MixedPrecisionOptimizer
 };
 
 /// Warmup and linear decay.

@@ -27,8 +27,8 @@ namespace optim {
 
 /// Tag of optimizers whose state is partitioned over ranks. `load` is called with all states on
 /// the CPU, and moves those that this rank owns to the devices of their parameters.
-struct ShardedState {
-  virtual ~ShardedState() = default;
+struct ShardedOptimizerTag {
+  virtual ~ShardedOptimizerTag() = default;
 };
 
 /// Interface of optimizers whose step unscales, checks and clips the gradients itself: mezzo's, in
@@ -134,7 +134,7 @@ class MixedPrecisionOptimizer {
   void set_applied_steps(int64_t applied_steps) {
     TORCH_CHECK(applied_steps >= 0, "set_applied_steps: applied_steps is ", applied_steps,
                 "; it should be at least 0");
-    applied_steps_.step_count().overwrite(applied_steps);
+    applied_steps_.step_count().set_in_place(applied_steps);
     set_optimizer_lrs(applied_steps);
   }
 
@@ -184,7 +184,7 @@ class MixedPrecisionOptimizer {
   /// Restores the progress of an archive whose options are already loaded. The host counts until
   /// the next step on a device.
   void load_progress(const detail::StepProgress& progress) {
-    applied_steps_.step_count().set(progress.applied_steps.value_or(0));
+    applied_steps_.step_count().set_on_host(progress.applied_steps.value_or(0));
     lr_factors_.load_base_lrs(progress.base_lrs, groups());
     set_optimizer_lrs(applied_steps());
   }

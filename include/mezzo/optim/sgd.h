@@ -32,7 +32,7 @@ using SGDOptions = torch::optim::SGDOptions;
 /// parameter that is not on the CPU.
 struct SGDParamState
     : public detail::FusedParamState<SGDParamState,
-                                     detail::CountedState<torch::optim::SGDParamState>> {
+                                     detail::StateWithStep<torch::optim::SGDParamState>> {
   /// Archive keys of the moments.
   static constexpr std::array kMoments{"momentum_buffer"};
 
@@ -71,10 +71,10 @@ struct SgdTraits : OptimizerTraits<OptionsT, State, SgdFunctor<false>, SgdFuncto
                                                options.weight_decay(), options.nesterov()};
     hyper_params.has_extra_moment = options.momentum() != 0;
     // Without dampening a buffer of zeros becomes the first gradient.
-    hyper_params.starts_as_gradient = options.momentum() != 0 && options.dampening() != 0;
+    hyper_params.has_dampening = options.momentum() != 0 && options.dampening() != 0;
     // ATen's kernel gets a buffer of zeros and is_first_step = false, since the device may have
     // skipped the first step.
-    if (hyper_params.starts_as_gradient) {
+    if (hyper_params.has_dampening) {
       hyper_params.aten_unsupported_reason =
           "ATen's kernel dampens the first step too, if dampening is not 0";
     }

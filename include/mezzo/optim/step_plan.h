@@ -20,7 +20,7 @@ struct GroupHyperParams {
   FunctorArgs functor_args{};        ///< hyperparameters of the update functor
   bool has_extra_moment = false;     ///< selects ExtraMomentFunctor (amsgrad, momentum)
   int num_moments = 0;               ///< 0 for SGD without momentum
-  bool starts_as_gradient = false;   ///< SGD's: the first momentum buffer is the first gradient
+  bool has_dampening = false;        ///< SGD's: the first momentum buffer is the first gradient
   const char* aten_unsupported_reason = nullptr;  ///< null if ATen's kernels support the group
 };
 
@@ -33,21 +33,21 @@ struct StepPlan {
   /// group, the index, the dtypes and the pointers that exist before the step.
   struct Param : detail::ParamArgs {
     const at::Tensor* parameter = nullptr;               ///< in the optimizer's param groups
-    at::Tensor gradient{};                               ///< dense if has_checked_gradients
+    at::Tensor gradient{};                               ///< dense if has_dense_gradients
     torch::optim::OptimizerParamState* state = nullptr;  ///< null before the first step
   };
 
   std::vector<Param> params{};                     ///< grouped by device
   std::vector<detail::GroupHyperParams> groups{};  ///< one for each param group
   bool spans_devices = false;                      ///< gradients are on several devices
-  bool has_checked_gradients = false;              ///< no gradient is sparse
+  bool has_dense_gradients = false;                ///< no gradient is sparse
   /// A gradient is float16 and its parameter has no master: unscaled, it may underflow.
   bool has_fp16_without_master = false;
   /// Other ranks have gradients. All ranks then run the step, including those without gradients.
   bool other_ranks_have_grads = false;
 
   /// Returns whether this or another rank has a gradient.
-  bool has_params() const noexcept { return other_ranks_have_grads || !params.empty(); }
+  bool any_rank_has_grads() const noexcept { return other_ranks_have_grads || !params.empty(); }
 };
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

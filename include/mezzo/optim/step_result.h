@@ -38,7 +38,7 @@ class StepResult {
   };
 
   /// Constructs a completed result.
-  explicit StepResult(Values values) : known_(std::move(values)) {}
+  explicit StepResult(Values values) : values_(std::move(values)) {}
 
   /// Constructs a result with the values of `future`.
   /// \throws c10::Error if `future` is null
@@ -84,7 +84,7 @@ class StepResult {
 
  private:
   std::shared_ptr<StepFuture> future_;  // null for a completed result
-  Values known_;
+  Values values_;
 };
 
 /// The future values of a step that a device decides.
@@ -115,7 +115,7 @@ inline at::Tensor StepResult::found_inf_on_device() const {
 }
 
 inline const StepResult::Values& StepResult::values() const {
-  return future_ == nullptr ? known_ : future_->values();
+  return future_ == nullptr ? values_ : future_->values();
 }
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

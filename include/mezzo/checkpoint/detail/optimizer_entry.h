@@ -197,7 +197,7 @@ MEZZO_INLINE Stateful make_stateful_optimizer(const std::function<OptimizerRef()
     PythonDict value = to_python_state_dict(archive_to_dict(get_module(archive))).toGenericDict();
     const std::string name = archive_class_name(optimizer);
     // A ShardedOptimizer writes nothing on ranks other than 0.
-    const bool is_sharded = dynamic_cast<optim::ShardedState*>(&optimizer.optimizer());
+    const bool is_sharded = dynamic_cast<optim::ShardedOptimizerTag*>(&optimizer.optimizer());
     TORCH_CHECK(!value.empty() || is_sharded, name,
                 "::save wrote nothing, so that its state would be lost; implement save and load as "
                 "torch::optim's optimizers do, or add the state by two callables (add(name, save, "
@@ -226,7 +226,7 @@ MEZZO_INLINE Stateful make_stateful_optimizer(const std::function<OptimizerRef()
     check_optimizer(saved, find(), names);
     return [optimizer = find(), saved] {
       std::vector<c10::Device> devices;  // empty if the optimizer moves its state itself
-      const bool is_sharded = dynamic_cast<optim::ShardedState*>(&optimizer.optimizer());
+      const bool is_sharded = dynamic_cast<optim::ShardedOptimizerTag*>(&optimizer.optimizer());
       for (const auto& group : optimizer.optimizer().param_groups()) {
         for (const at::Tensor& param : group.params()) {
           if (!is_sharded) devices.push_back(param.device());

@@ -50,7 +50,8 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
                 "GradReducer: `reduce_dtype` must be bfloat16 or float16, but is ",
                 reduce_dtype_.value_or(at::kFloat));
     for (std::size_t i = 0; i < buckets_.buckets().size(); ++i) {
-      for (const std::size_t param : buckets_.buckets()[i].parameters) bucket_indices_[param] = i;
+      for (const std::size_t param : buckets_.buckets()[i].param_indices)
+        bucket_indices_[param] = i;
     }
     if (backend_->getSize() > 1) {
       check_equal_on_all_ranks(backend_, "GradReducer", describe_config(),
@@ -237,7 +238,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
     if (!passes_.empty()) return;
     const c10::NoGradGuard no_grad;
     for (; next_bucket_ < pending_grads_.size(); ++next_bucket_) {
-      for (const std::size_t param : buckets_.buckets()[next_bucket_].parameters) {
+      for (const std::size_t param : buckets_.buckets()[next_bucket_].param_indices) {
         if (!is_ready_[param]) buckets_.copy_grad_to_bucket(param);
       }
       all_reduce_bucket(next_bucket_);

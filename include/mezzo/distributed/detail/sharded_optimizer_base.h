@@ -29,7 +29,7 @@ namespace detail {
 /// Implementation shared by both forms of ShardedOptimizer. The state has only the parameters that
 /// this rank owns.
 template <class OptimizerType>
-class ShardedOptimizerBase : public OptimizerType, public optim::ShardedState {
+class ShardedOptimizerBase : public OptimizerType, public optim::ShardedOptimizerTag {
  public:
   /// Returns a guard under which backward passes only accumulate on this rank: for all
   /// micro-batches except the last.

@@ -58,9 +58,9 @@ inline int64_t read_step_count(int64_t on_host, const at::Tensor& on_device) {
 /// Reference to the step count of a parameter or an optimizer, which is on the host for CPU
 /// parameters and otherwise on the device that decides whether a step is applied. A device counts
 /// in float32, as ATen's kernels require, up to 2^24: long after bias correction has any effect.
-class StepCount {
+class StepCountRef {
  public:
-  StepCount(int64_t& on_host, at::Tensor& on_device) noexcept
+  StepCountRef(int64_t& on_host, at::Tensor& on_device) noexcept
       : on_host_(&on_host), on_device_(&on_device) {}
 
   /// Checks a count on the host, without synchronizing.
@@ -75,13 +75,13 @@ class StepCount {
   int64_t value() const { return read_step_count(*on_host_, *on_device_); }
 
   /// Sets the count on the host.
-  void set(int64_t value) const {
+  void set_on_host(int64_t value) const {
     *on_host_ = value;
     *on_device_ = at::Tensor();
   }
 
   /// Sets the count in place, on the host or in the device's memory.
-  void overwrite(int64_t value) const {
+  void set_in_place(int64_t value) const {
     check_steps(value);
     *on_host_ = value;
     (void)on_device();
@@ -113,10 +113,10 @@ class StepCount {
 
 /// Returns the counts as float32 scalars on `device`. Moves counts on the host in one copy.
 inline std::vector<at::Tensor> get_step_tensors(at::Device device,
-                                                const std::vector<StepCount>& counts) {
-  std::vector<StepCount> moved;
+                                                const std::vector<StepCountRef>& counts) {
+  std::vector<StepCountRef> moved;
   std::vector<float> values;
-  for (const StepCount& count : counts) {
+  for (const StepCountRef& count : counts) {
     if (count.on_device().defined() && count.on_device().device() == device) continue;
     moved.push_back(count);
     values.push_back(static_cast<float>(count.value()));
@@ -131,15 +131,16 @@ inline std::vector<at::Tensor> get_step_tensors(at::Device device,
   }
   std::vector<at::Tensor> tensors;
   tensors.reserve(counts.size());
-  for (const StepCount& count : counts) tensors.push_back(count.on_device());
+  for (const StepCountRef& count : counts) tensors.push_back(count.on_device());
   return tensors;
 }
 
 /// Adds 1 unless `found_inf` (float32 on `device`, or undefined) is nonzero.
-inline void increment_step(const StepCount& count, at::Device device, const at::Tensor& found_inf) {
+inline void increment_step(const StepCountRef& count, at::Device device,
+                           const at::Tensor& found_inf) {
   if (device.is_cpu()) {
     const bool is_applied = !found_inf.defined() || *found_inf.const_data_ptr<float>() == 0.0F;
-    if (is_applied) count.set(count.value() + 1);
+    if (is_applied) count.set_on_host(count.value() + 1);
     return;
   }
   at::Tensor on_device = get_step_tensors(device, {count}).front();
@@ -160,7 +161,7 @@ class AppliedSteps {
   /// Returns the count. Synchronizes if it is on a device.
   int64_t value() const { return read_step_count(on_host_, on_device_); }
   /// Returns a reference to the count.
-  StepCount step_count() noexcept { return {on_host_, on_device_}; }
+  StepCountRef step_count() noexcept { return {on_host_, on_device_}; }
 
  private:
   int64_t on_host_ = 0;

@@ -150,7 +150,7 @@ typename FusedOptimizer<Traits>::ArchiveContents FusedOptimizer<Traits>::read_ar
   }
   ArchiveContents contents{read_optimizer_archive<State, Options>(archive, description()),
                            read_progress(archive, param_groups_.size(), "an optimizer"),
-                           read_weight_options(archive)};
+                           read_storage_options(archive)};
   for (const auto& group : contents.optimizer.param_groups()) {
     (void)make_hyperparams(static_cast<const Options&>(group.options()));
   }

@@ -29,7 +29,7 @@ struct AtenTensorLists {
   std::vector<at::Tensor> parameters{};
   std::vector<at::Tensor> gradients{};  ///< of the parameters' dtype
   std::array<std::vector<at::Tensor>, 3> moments{};
-  std::vector<at::Tensor> counts{};  ///< float32 `state_steps`, this step included
+  std::vector<at::Tensor> state_steps{};  ///< float32, this step included
 };
 
 /// GradStats as arguments of ATen's fused optimizers: float32, the only dtype of the CUDA kernels.
@@ -104,7 +104,7 @@ class FusedOptimizerBase : public torch::optim::Optimizer, public optim::MixedPr
   MEZZO_INLINE void check_parameters();
   /// Erases the states of parameters that were destroyed.
   MEZZO_INLINE void erase_expired_state();
-  /// Casts a parameter's state and sets its owner.
+  /// Casts a parameter's state and sets its `weak_param`.
   /// \throws c10::Error if the state is another optimizer's
   MEZZO_INLINE FusedParamStateBase& bind_state(torch::optim::OptimizerParamState& state,
                                                const at::Tensor& parameter) const;
@@ -120,7 +120,7 @@ class FusedOptimizerBase : public torch::optim::Optimizer, public optim::MixedPr
   MEZZO_INLINE void write_archive(torch::serialize::OutputArchive& archive,
                                   const SerializedOptimizer& serialized) const;
   /// Returns the weight storage of an archive; the current one if the archive has none.
-  MEZZO_INLINE optim::WeightStorageOptions read_weight_options(
+  MEZZO_INLINE optim::WeightStorageOptions read_storage_options(
       torch::serialize::InputArchive& archive) const;
 
   optim::WeightStorageOptions storage_options_;
@@ -139,7 +139,7 @@ class FusedOptimizerBase : public torch::optim::Optimizer, public optim::MixedPr
 
   MEZZO_INLINE void check_state(FusedParamStateBase& fused_state, const at::Tensor& parameter,
                                 const GroupHyperParams& hyper_params) const;
-  MEZZO_INLINE FusedParamStateBase& create_state(const at::Tensor& parameter);
+  MEZZO_INLINE FusedParamStateBase& get_or_create_state(const at::Tensor& parameter);
   MEZZO_INLINE void prefetch(std::span<const at::Tensor> parameters, std::size_t i,
                              int num_moments) const;
   /// Sets the pointers to existing memory; `prepare_param` sets the others.
@@ -154,7 +154,7 @@ class FusedOptimizerBase : public torch::optim::Optimizer, public optim::MixedPr
   /// Sets the step counts of CPU `calls`, bumps versions, and zeroes gradients that no kernel has
   /// zeroed.
   MEZZO_INLINE void finish_step(Params params, std::span<const CpuGroupArgs> calls,
-                                bool zeroes_grad, bool already_zeroed,
+                                bool zeroes_grad, bool zeroed_in_kernel,
                                 const GradientCopies& copies);
 
   MEZZO_INLINE void step_cpu(Params params, const Groups& groups, const GradStats& stats,

@@ -47,10 +47,10 @@ MEZZO_INLINE void FusedOptimizerBase::erase_expired_state() {
   std::vector<void*> expired;
   for (const auto& [address, state] : state_) {
     const auto* const fused_state = dynamic_cast<const FusedParamStateBase*>(state.get());
-    const bool is_owned = fused_state != nullptr && fused_state->owner;
+    const bool has_weak_param = fused_state != nullptr && fused_state->weak_param;
     // A state at another address was moved to a new parameter.
-    if (is_owned && fused_state->owner->expired() &&
-        fused_state->owner->_unsafe_get_target() == address) {
+    if (has_weak_param && fused_state->weak_param->expired() &&
+        fused_state->weak_param->_unsafe_get_target() == address) {
       expired.push_back(address);
     }
   }
@@ -67,7 +67,7 @@ MEZZO_INLINE at::Tensor FusedOptimizerBase::master_param(const at::Tensor& param
   if (storage != WeightStorage::fp32_master) return parameter;
   check_not_averaged(parameter, description());
   const NoGradInferenceGuard no_grad;
-  FusedParamStateBase& fused_state = create_state(parameter);
+  FusedParamStateBase& fused_state = get_or_create_state(parameter);
   check_state_shape(fused_state.master, "a master", parameter, description());
   prepare_master(parameter, fused_state);
   update_master_from_param(parameter, fused_state);
@@ -80,7 +80,7 @@ MEZZO_INLINE void FusedOptimizerBase::check_state(FusedParamStateBase& fused_sta
                                                   const at::Tensor& parameter,
                                                   const GroupHyperParams& hyper_params) const {
   fused_state.step_count().check();
-  TORCH_CHECK(!hyper_params.starts_as_gradient || fused_state.moment(0).defined() ||
+  TORCH_CHECK(!hyper_params.has_dampening || fused_state.moment(0).defined() ||
                   fused_state.step_count().is_zero_on_host(),
               description(), ": momentum with dampening was enabled after ",
               description().describe_param(parameter),
@@ -91,7 +91,8 @@ MEZZO_INLINE void FusedOptimizerBase::check_state(FusedParamStateBase& fused_sta
   }
 }
 
-MEZZO_INLINE FusedParamStateBase& FusedOptimizerBase::create_state(const at::Tensor& parameter) {
+MEZZO_INLINE FusedParamStateBase& FusedOptimizerBase::get_or_create_state(
+    const at::Tensor& parameter) {
   auto& state = state_[parameter.unsafeGetTensorImpl()];
   if (state == nullptr) state = make_param_state();
   return bind_state(*state, parameter);
@@ -103,9 +104,9 @@ MEZZO_INLINE FusedParamStateBase& FusedOptimizerBase::bind_state(
   TORCH_CHECK(fused_state != nullptr, description(), ": the state of ",
               description().describe_param(parameter), " is not a mezzo::optim::", name_,
               "ParamState; copy states only between optimizers of the same class");
-  if (!fused_state->owner ||
-      fused_state->owner->_unsafe_get_target() != parameter.unsafeGetTensorImpl()) {
-    fused_state->owner.emplace(parameter.getIntrusivePtr());
+  if (!fused_state->weak_param ||
+      fused_state->weak_param->_unsafe_get_target() != parameter.unsafeGetTensorImpl()) {
+    fused_state->weak_param.emplace(parameter.getIntrusivePtr());
   }
   return *fused_state;
 }
@@ -125,9 +126,9 @@ inline at::Tensor& ensure_moment(FusedParamStateBase& fused_state, int k,
   at::Tensor& moment = fused_state.moment(k);
   const at::ScalarType dtype = moment_dtype(parameter, storage);
   if (moment_matches_param(moment, dtype, parameter)) return moment;
-  const bool needs_no_copy =
+  const bool has_dtype_and_device =
       moment.defined() && moment.scalar_type() == dtype && moment.device() == parameter.device();
-  if (!needs_no_copy) check_not_capturing(parameter.device(), "a moment");
+  if (!has_dtype_and_device) check_not_capturing(parameter.device(), "a moment");
   if (!moment.defined()) {
     const auto options = parameter.options().requires_grad(false);
     return moment = at::zeros_like(parameter, options.dtype(dtype), at::MemoryFormat::Preserve);
@@ -212,7 +213,7 @@ MEZZO_INLINE void FusedOptimizerBase::prefetch(std::span<const at::Tensor> param
 
 MEZZO_INLINE StepPlan FusedOptimizerBase::plan() {
   const c10::NoGradGuard no_grad;
-  StepPlan plan{.has_checked_gradients = true};
+  StepPlan plan{.has_dense_gradients = true};
   std::size_t param_index = 0;
   for (std::size_t group = 0; group < param_groups_.size(); ++group) {
     plan.groups.push_back(read_group_hyperparams(group));
@@ -398,8 +399,8 @@ MEZZO_INLINE FusedParamStateBase* FusedOptimizerBase::prepare_state(
   using optim::WeightStorage;
   const bool needs_state = hyper_params.num_moments > 0 || param.storage != WeightStorage::plain;
   FusedParamStateBase* const fused_state = param.state != nullptr ? as_fused_state(*param.state)
-                                           : needs_state          ? &create_state(*param.parameter)
-                                                                  : nullptr;
+                                           : needs_state ? &get_or_create_state(*param.parameter)
+                                                         : nullptr;
   if (fused_state == nullptr) return nullptr;
   if (param.state == nullptr) param.state = state_[param.parameter->unsafeGetTensorImpl()].get();
   if (param.storage == WeightStorage::fp32_master) {
@@ -453,16 +454,17 @@ MEZZO_INLINE FusedParamStateBase* FusedOptimizerBase::prepare_param(
 
 MEZZO_INLINE void FusedOptimizerBase::finish_step(Params params,
                                                   std::span<const CpuGroupArgs> calls,
-                                                  bool zeroes_grad, bool already_zeroed,
+                                                  bool zeroes_grad, bool zeroed_in_kernel,
                                                   const GradientCopies& copies) {
   for (const at::Tensor& gradient : copies.to_zero) zero_grad_(gradient);
   for (const Param& param : params) {
-    if (zeroes_grad && !already_zeroed) zero_grad_(param.gradient);
-    if (already_zeroed) bump_version(param.gradient);
+    if (zeroes_grad && !zeroed_in_kernel) zero_grad_(param.gradient);
+    if (zeroed_in_kernel) bump_version(param.gradient);
     bump_version(*param.parameter);
     if (param.state == nullptr) continue;
     FusedParamStateBase& fused_state = *as_fused_state(*param.state);
-    if (!calls.empty()) fused_state.step_count().set(static_cast<int64_t>(calls[param.group].step));
+    if (!calls.empty())
+      fused_state.step_count().set_on_host(static_cast<int64_t>(calls[param.group].step));
     if (fused_state.master.defined()) bump_version(fused_state.master);
     fused_state.end_step();
   }
@@ -506,15 +508,15 @@ MEZZO_INLINE void FusedOptimizerBase::step_cpu(Params params, const Groups& grou
   finish_step(params, calls, options.zero_grad, zeroes_in_kernel, copies);
 }
 
-inline DeviceStepArgs device_step_args(const GradStats& stats, const StepOptions& options) {
-  DeviceStepArgs inputs{.max_norm = options.max_norm, .zero_grad = options.zero_grad};
-  if (!stats.defined()) return inputs;
-  inputs.inv_scale = stats.inv_scale.const_data_ptr<float>();
-  inputs.found_inf = stats.found_inf.const_data_ptr<float>();
+inline DeviceStepArgs make_device_step_args(const GradStats& stats, const StepOptions& options) {
+  DeviceStepArgs step_args{.max_norm = options.max_norm, .zero_grad = options.zero_grad};
+  if (!stats.defined()) return step_args;
+  step_args.inv_scale = stats.inv_scale.const_data_ptr<float>();
+  step_args.found_inf = stats.found_inf.const_data_ptr<float>();
   if (stats.norm_sq.defined()) {
-    inputs.norm_sq = stats.norm_sq.const_data_ptr<double>();
+    step_args.norm_sq = stats.norm_sq.const_data_ptr<double>();
   }
-  return inputs;
+  return step_args;
 }
 
 MEZZO_INLINE void FusedOptimizerBase::step_on_cuda(Params params, const Groups& groups,
@@ -522,44 +524,44 @@ MEZZO_INLINE void FusedOptimizerBase::step_on_cuda(Params params, const Groups& 
                                                    const StepOptions& options,
                                                    bool counts_applied) {
   const at::Device device = params.front().parameter->device();
-  DeviceStepArgs inputs = device_step_args(stats, options);
-  inputs.zero_grad = inputs.zero_grad && !gradients_overlap(params);
+  DeviceStepArgs step_args = make_device_step_args(stats, options);
+  step_args.zero_grad = step_args.zero_grad && !gradients_overlap(params);
   at::Tensor applied;
   if (counts_applied) applied = get_step_tensors(device, {applied_steps_.step_count()}).front();
   if (groups.front().lr_factor_on_device) {
-    const at::Tensor& factors = lr_factors_.on(device);
-    inputs.applied_steps = applied.const_data_ptr<float>();
-    inputs.lr_factors = factors.const_data_ptr<double>();
-    inputs.lr_factor_count = factors.numel();
+    const at::Tensor& factors = lr_factors_.device_table(device);
+    step_args.applied_steps = applied.const_data_ptr<float>();
+    step_args.lr_factors = factors.const_data_ptr<double>();
+    step_args.lr_factor_count = factors.numel();
   }
   GradientCopies copies;
-  std::vector<DeviceGroupArgs> step_groups;
+  std::vector<DeviceGroupArgs> group_args;
   for (const GroupHyperParams& group : groups) {
-    step_groups.push_back({group.functor_args, group.lr, storage_options_.seed});
+    group_args.push_back({group.functor_args, group.lr, storage_options_.seed});
   }
-  std::vector<ParamArgs> step_rows;
-  std::vector<StepCount> counts;
+  std::vector<ParamArgs> param_args;
+  std::vector<StepCountRef> step_counts;
   for (Param& param : params) {
     const GroupHyperParams& hyper_params = groups[param.group];
     FusedParamStateBase* const fused_state =
-        prepare_param(param, hyper_params, inputs.zero_grad, copies);
-    step_rows.push_back(param);
-    if (fused_state != nullptr) counts.push_back(fused_state->step_count());
+        prepare_param(param, hyper_params, step_args.zero_grad, copies);
+    param_args.push_back(param);
+    if (fused_state != nullptr) step_counts.push_back(fused_state->step_count());
   }
-  std::vector<float*> counters;
-  const std::vector<at::Tensor> on_device = get_step_tensors(device, counts);
+  std::vector<float*> state_steps;
+  const std::vector<at::Tensor> on_device = get_step_tensors(device, step_counts);
   auto next = on_device.begin();
   for (std::size_t i = 0; i < params.size(); ++i) {
     if (params[i].state == nullptr) continue;
-    step_rows[i].state_step = (next++)->mutable_data_ptr<float>();
-    counters.push_back(step_rows[i].state_step);
+    param_args[i].state_step = (next++)->mutable_data_ptr<float>();
+    state_steps.push_back(param_args[i].state_step);
   }
-  cuda_kernels()->step_(device, kind_, step_rows, step_groups, inputs);
-  if (counts_applied) counters.push_back(applied.mutable_data_ptr<float>());
-  if (!counters.empty()) {
-    cuda_kernels()->increment_state_steps_(device, counters, inputs.found_inf);
+  cuda_kernels()->step_(device, kind_, param_args, group_args, step_args);
+  if (counts_applied) state_steps.push_back(applied.mutable_data_ptr<float>());
+  if (!state_steps.empty()) {
+    cuda_kernels()->increment_state_steps_(device, state_steps, step_args.found_inf);
   }
-  finish_step(params, {}, options.zero_grad, inputs.zero_grad, copies);
+  finish_step(params, {}, options.zero_grad, step_args.zero_grad, copies);
 }
 
 inline AtenAmpArgs make_aten_amp_args(const GradStats& stats, double max_norm) {
@@ -581,17 +583,17 @@ MEZZO_INLINE void FusedOptimizerBase::step_with_aten(Params params, const Groups
   const at::Device device = params.front().parameter->device();
   AtenAmpArgs amp_args = make_aten_amp_args(stats, options.max_norm);
   if (groups.front().lr_factor_on_device) {
-    const at::Tensor& factors = lr_factors_.on(device);
+    const at::Tensor& factors = lr_factors_.device_table(device);
     const at::Tensor applied = get_step_tensors(device, {applied_steps_.step_count()}).front();
     amp_args.lr_factor =
         factors.take(applied.clamp_max(factors.numel() - 1).to(at::kLong)).to(at::kFloat);
   }
-  std::vector<StepCount> counters;
+  std::vector<StepCountRef> step_counts;
   for (Param& param : params) {
     FusedParamStateBase* const fused_state = prepare_state(param, groups[param.group]);
-    if (fused_state != nullptr) counters.push_back(fused_state->step_count());
+    if (fused_state != nullptr) step_counts.push_back(fused_state->step_count());
   }
-  const std::vector<at::Tensor> counts = get_step_tensors(device, counters);
+  const std::vector<at::Tensor> state_steps = get_step_tensors(device, step_counts);
   std::vector<AtenTensorLists> calls;  // params are sorted by group
   for (const Param& param : params) {
     at::Tensor parameter = *param.parameter;
@@ -612,14 +614,14 @@ MEZZO_INLINE void FusedOptimizerBase::step_with_aten(Params params, const Groups
     lists.gradients.push_back(with_strides_of(
         parameter, param.gradient.to(parameter.scalar_type(), /*non_blocking=*/false, copies)));
     if (fused_state == nullptr) continue;
-    lists.counts.push_back(fused_state->step_count().on_device());
+    lists.state_steps.push_back(fused_state->step_count().on_device());
     for (int k = 0; k < groups[param.group].num_moments; ++k) {
       lists.moments[static_cast<std::size_t>(k)].push_back(
           ensure_moment(*fused_state, k, param.storage, *param.parameter));
     }
   }
   // ATen's kernels expect state_steps with this step included, even if they skip it.
-  if (!counts.empty()) at::_foreach_add_(counts, 1);
+  if (!state_steps.empty()) at::_foreach_add_(state_steps, 1);
   const auto round_masters = [&] {
     for (const Param& param : params) {
       if (param.storage != optim::WeightStorage::fp32_master) continue;
@@ -631,14 +633,15 @@ MEZZO_INLINE void FusedOptimizerBase::step_with_aten(Params params, const Groups
     for (; call != calls.end(); ++call) aten_step(groups[call->group], *call, amp_args);
   } catch (...) {
     for (; call != calls.end(); ++call) {  // calls that did not run
-      if (!call->counts.empty()) at::_foreach_add_(call->counts, -1);
+      if (!call->state_steps.empty()) at::_foreach_add_(call->state_steps, -1);
     }
     round_masters();  // of the calls that ran
     throw;
   }
-  if (!counts.empty() && amp_args.found_inf) at::_foreach_add_(counts, amp_args.found_inf->neg());
+  if (!state_steps.empty() && amp_args.found_inf)
+    at::_foreach_add_(state_steps, amp_args.found_inf->neg());
   round_masters();
-  finish_step(params, {}, options.zero_grad, /*already_zeroed=*/false, {});
+  finish_step(params, {}, options.zero_grad, /*zeroed_in_kernel=*/false, {});
 }
 
 MEZZO_INLINE void FusedOptimizerBase::save(torch::serialize::OutputArchive& archive) const {
@@ -671,7 +674,7 @@ MEZZO_INLINE void FusedOptimizerBase::write_archive(torch::serialize::OutputArch
 
 /// Reads the storage and the seed. An archive without them, or of plain weights, can be loaded with
 /// any storage.
-MEZZO_INLINE optim::WeightStorageOptions FusedOptimizerBase::read_weight_options(
+MEZZO_INLINE optim::WeightStorageOptions FusedOptimizerBase::read_storage_options(
     torch::serialize::InputArchive& archive) const {
   using optim::WeightStorage;
   c10::IValue storage, seed;

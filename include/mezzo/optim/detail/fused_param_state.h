@@ -29,7 +29,7 @@ namespace detail {
 class FusedParamStateBase : public MasterState {
  public:
   FusedParamStateBase() = default;
-  /// Copies all but the owner.
+  /// Copies all but `weak_param`.
   FusedParamStateBase(const FusedParamStateBase& other) : MasterState(other) {}
   FusedParamStateBase& operator=(const FusedParamStateBase& other) {
     MasterState::operator=(other);
@@ -40,10 +40,10 @@ class FusedParamStateBase : public MasterState {
   /// Returns the k-th moment, or the last one for larger k.
   virtual at::Tensor& moment(int k) noexcept = 0;
   /// Returns the number of steps applied to the parameter.
-  virtual StepCount step_count() noexcept = 0;
+  virtual StepCountRef step_count() noexcept = 0;
   /// Weak reference to the parameter, set by the first step. torch finds a state by its parameter's
   /// address, which this reference keeps from being reused.
-  std::optional<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> owner{};
+  std::optional<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> weak_param{};
 };
 
 /// Returns a copy of a state as archives hold it: with a float32 master instead of low bits. For a
@@ -65,7 +65,7 @@ inline std::unique_ptr<torch::optim::OptimizerParamState> serialized_state(
 
 /// A torch state class with an added `step`.
 template <class Base = torch::optim::OptimizerParamState>
-class CountedState : public Base {
+class StateWithStep : public Base {
   TORCH_ARG(int64_t, step) = 0;
 };
 
@@ -79,7 +79,7 @@ class FusedParamState : public Base, public FusedParamStateBase {
   /// Sets the number of applied steps. Writes to the device without synchronizing if a device
   /// counts, and captured graphs follow.
   Derived& step(int64_t step) {
-    step_count().overwrite(step);
+    step_count().set_in_place(step);
     return derived();
   }
 
@@ -94,7 +94,7 @@ class FusedParamState : public Base, public FusedParamStateBase {
   /// Returns the int16 low bits of the float32 value (WeightStorage::split_master).
   at::Tensor& low_bits() noexcept { return MasterState::low_bits; }
 
-  StepCount step_count() noexcept override { return {Base::step(), device_count_.tensor}; }
+  StepCountRef step_count() noexcept override { return {Base::step(), device_count_.tensor}; }
 
   /// Returns a copy of all members, not only those of `Base`.
   std::unique_ptr<torch::optim::OptimizerParamState> clone() const override {

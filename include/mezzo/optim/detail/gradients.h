@@ -45,7 +45,8 @@ inline void zero_gradients(const torch::optim::Optimizer& optimizer) {
 }
 
 /// \throws c10::Error, naming the parameter, unless its gradient can be unscaled
-inline void check_gradient(const at::Tensor& parameter, const OptimizerDescription& description) {
+inline void check_unscale_supported(const at::Tensor& parameter,
+                                    const OptimizerDescription& description) {
   const at::Tensor& gradient = parameter.grad();
   const at::ScalarType dtype = gradient.scalar_type();
   const auto check = [&](bool is_valid, const char* remedy) {
@@ -85,7 +86,7 @@ inline void group_by_device(StepPlan& plan) {
 
 /// Returns the plan of a torch::optim optimizer, also one that MasterWeights wraps: each parameter
 /// with a gradient once.
-/// \throws c10::Error as check_gradient does
+/// \throws c10::Error as check_unscale_supported does
 inline StepPlan make_torch_plan(const torch::optim::Optimizer& optimizer,
                                 bool has_masters = false) {
   StepPlan plan;
@@ -93,7 +94,7 @@ inline StepPlan make_torch_plan(const torch::optim::Optimizer& optimizer,
   for_each_parameter(optimizer, [&](const at::Tensor& parameter) {
     if (!parameter.grad().defined()) return;
     if (!seen.insert(parameter.unsafeGetTensorImpl()).second) return;
-    check_gradient(parameter, {"", optimizer.param_groups()});
+    check_unscale_supported(parameter, {"", optimizer.param_groups()});
     const bool has_master = has_masters && is_low_precision(parameter);
     StepPlan::Param param{{}, &parameter, parameter.grad()};
     if (has_master) param.storage = optim::WeightStorage::fp32_master;
@@ -110,8 +111,8 @@ inline std::vector<at::Tensor> dense_gradients(const StepPlan& plan) {
   std::vector<at::Tensor> gradients;
   gradients.reserve(plan.params.size());
   for (const StepPlan::Param& param : plan.params) {
-    gradients.push_back(plan.has_checked_gradients ? param.gradient
-                                                   : gradient_values(*param.parameter));
+    gradients.push_back(plan.has_dense_gradients ? param.gradient
+                                                 : gradient_values(*param.parameter));
   }
   return gradients;
 }
@@ -155,9 +156,10 @@ inline GradStats compute_grad_stats_across_devices(std::span<const at::Tensor> g
                                                    const at::Tensor& inv_scale) {
   if (gradients.empty()) return compute_grad_stats({}, inv_scale);
   GradStats all;
-  for_each_device(gradients, [&](std::span<const at::Tensor> here) {
-    const GradStats local = compute_grad_stats(at::TensorList(here.data(), here.size()),
-                                               to_device(inv_scale, here.front().device()));
+  for_each_device(gradients, [&](std::span<const at::Tensor> device_gradients) {
+    const GradStats local =
+        compute_grad_stats(at::TensorList(device_gradients.data(), device_gradients.size()),
+                           to_device(inv_scale, device_gradients.front().device()));
     if (all.defined()) {
       merge(all, local);
     } else {
@@ -183,16 +185,17 @@ inline bool any_nonfinite(std::span<const at::Tensor> gradients) {
 inline void clip_in_place(std::span<const at::Tensor> gradients, double norm, double max_norm) {
   const double coefficient = max_norm / (norm + 1e-6);
   if (coefficient >= 1) return;  // false for NaN, which spreads as in torch's clipping
-  for_each_device(gradients, [&](std::span<const at::Tensor> here) {
+  for_each_device(gradients, [&](std::span<const at::Tensor> device_gradients) {
     std::vector<at::Tensor> others;
-    for (const at::Tensor& gradient : unique_tensors({here.begin(), here.end()})) {
+    for (const at::Tensor& gradient :
+         unique_tensors({device_gradients.begin(), device_gradients.end()})) {
       if (gradient.scalar_type() != at::kDouble) {
         others.push_back(gradient);
       } else {
         gradient.mul_(coefficient);
       }
     }
-    at::Tensor found_inf = at::zeros({}, here.front().options().dtype(at::kFloat));
+    at::Tensor found_inf = at::zeros({}, device_gradients.front().options().dtype(at::kFloat));
     if (!others.empty())
       unscale_and_check_(others, found_inf, at::full_like(found_inf, coefficient));
   });

@@ -100,38 +100,38 @@ class LrFactors {
       TORCH_CHECK(!is_nonfinite(factors[i]) && factors[i] >= 0, "set_lr_factors: factors[", i,
                   "] is ", factors[i], "; it should be finite and at least 0");
     }
-    if (empty()) scheduled_.adopt_manual_lrs(groups);
-    scheduled_.set_optimizer_lrs(
+    if (empty()) scheduled_lrs_.adopt_manual_lrs(groups);
+    scheduled_lrs_.set_optimizer_lrs(
         groups, factor_after(factors, applied_steps));  // throws if options have no lr
-    if (factors.empty()) scheduled_ = {};
+    if (factors.empty()) scheduled_lrs_ = {};
     table_ = std::move(factors);
     on_device_ = at::Tensor();
   }
   /// Sets the `lr` options of the step after `applied_steps` applied steps.
   void set_optimizer_lrs(Groups& groups, int64_t applied_steps) {
-    if (!empty()) scheduled_.set_optimizer_lrs(groups, factor_after(table_, applied_steps));
+    if (!empty()) scheduled_lrs_.set_optimizer_lrs(groups, factor_after(table_, applied_steps));
   }
   std::vector<double> base_lrs(const Groups& groups) const {
-    return empty() ? get_current_lrs(groups) : scheduled_.base_lrs(groups);
+    return empty() ? get_current_lrs(groups) : scheduled_lrs_.base_lrs(groups);
   }
   std::vector<double> lrs(const Groups& groups, int64_t applied_steps) const {
-    return scheduled_.next_lrs(groups, factor_after(table_, applied_steps));
+    return scheduled_lrs_.next_lrs(groups, factor_after(table_, applied_steps));
   }
   /// Sets the `lr` options to `lrs`, which the next set_optimizer_lrs makes the base lrs.
   void set_base_lrs(Groups& groups, const std::vector<double>& lrs) {
     for (std::size_t i = 0; i < groups.size(); ++i) groups[i].options().set_lr(lrs[i]);
-    scheduled_ = {};
+    scheduled_lrs_ = {};
   }
   /// Restores the base lrs of an archive; if empty, the `lr` options are the base lrs.
   void load_base_lrs(const std::vector<double>& lrs, const Groups& groups) {
-    scheduled_ = {};  // custom options may have no lr
-    if (!lrs.empty()) scheduled_.set_base_lrs(lrs, groups);
+    scheduled_lrs_ = {};  // custom options may have no lr
+    if (!lrs.empty()) scheduled_lrs_.set_base_lrs(lrs, groups);
   }
   /// Returns whether an `lr` option was changed by hand.
-  bool has_manual_lr(const Groups& groups) const { return scheduled_.has_manual_lr(groups); }
+  bool has_manual_lr(const Groups& groups) const { return scheduled_lrs_.has_manual_lr(groups); }
 
   /// Returns the table as float64 on `device`.
-  const at::Tensor& on(at::Device device) {
+  const at::Tensor& device_table(at::Device device) {
     if (!on_device_.defined() || on_device_.device() != device) {
       check_not_capturing(device, "the lr factors");
       on_device_ = at::tensor(table_, at::kDouble).to(device);
@@ -146,7 +146,7 @@ class LrFactors {
   }
 
   std::vector<double> table_;
-  ScheduledLrs scheduled_;
+  ScheduledLrs scheduled_lrs_;
   at::Tensor on_device_;
 };
 

@@ -48,11 +48,11 @@ inline constexpr const char* kClassKey = "optimizer_class";
 /// Keys by which an archive of an optimizer class is recognized.
 struct ArchiveFormat {
   std::string_view optimizer;
-  bool has_torch_class;                       ///< torch has an optimizer of this name
-  std::array<std::string_view, 3> options;    ///< distinctive option keys
-  std::array<std::string_view, 2> moments;    ///< keys of every state with a step
-  std::array<std::string_view, 2> more = {};  ///< optional keys of a state
-  bool is_quantized = false;                  ///< dtypes and shapes are checked by the class
+  bool has_torch_class;                                ///< torch has an optimizer of this name
+  std::array<std::string_view, 3> options;             ///< distinctive option keys
+  std::array<std::string_view, 2> moments;             ///< keys of every state with a step
+  std::array<std::string_view, 2> optional_keys = {};  ///< optional keys of a state
+  bool is_quantized = false;  ///< dtypes and shapes are checked by the class
 };
 
 inline constexpr std::array kArchiveFormats{
@@ -163,7 +163,7 @@ inline void check_state_archive(torch::serialize::InputArchive& state, const Arc
       continue;
     }
     const bool is_master = key == "master";
-    TORCH_CHECK(is_master || has(format.moments, key) || has(format.more, key), optimizer,
+    TORCH_CHECK(is_master || has(format.moments, key) || has(format.optional_keys, key), optimizer,
                 ": the archive is that of another class of optimizer: it has the state ",
                 join_sorted(state.keys()), " of ", optimizer.describe_param(parameter),
                 "; load the archive of an optimizer with the same class and options");
@@ -306,7 +306,8 @@ inline void check_load(torch::serialize::InputArchive& archive,
     return checker->check_load(archive);
   }
   const bool is_torch_class = c10::demangle(typeid(optimizer).name()).starts_with("torch::optim::");
-  if (!is_torch_class && dynamic_cast<const optim::ShardedState*>(&optimizer) == nullptr) return;
+  if (!is_torch_class && dynamic_cast<const optim::ShardedOptimizerTag*>(&optimizer) == nullptr)
+    return;
   const std::string name = archive_class_name(optimizer);
   check_optimizer_archive(archive, {name.c_str(), optimizer.param_groups()}, is_torch_class);
   if (!is_torch_class) return;

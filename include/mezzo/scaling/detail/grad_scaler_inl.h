@@ -240,7 +240,7 @@ MEZZO_INLINE StepResult GradScaler::step_on_device(optim::MixedPrecisionOptimize
   GradStats stats =
       optimizer.grad_stats(plan, was_unscaled ? at::ones_like(scale_.scale) : scale_.inv_scale);
   if (!was_unscaled) state.found_inf = at::Tensor();  // discards that of a step that threw
-  detail::check_has_gradients(was_unscaled ? state.found_inf.defined() : plan.has_params(),
+  detail::check_has_gradients(was_unscaled ? state.found_inf.defined() : plan.any_rank_has_grads(),
                               optimizer.optimizer());
   merge_found_inf(state, stats);
   StepResult result = future_pool_.make_result(scale_.scale, stats, was_unscaled);  // may throw
@@ -284,7 +284,7 @@ MEZZO_INLINE StepResult GradScaler::step_disabled(OptimizerRef optimizer,
   std::vector<at::Tensor> gradients;
   GradStats stats;
   StepResult result(StepResult::Values{.applied = true, .step_return = at::Tensor()});
-  if (detail::has_max_norm(options) && plan.has_params()) {
+  if (detail::has_max_norm(options) && plan.any_rank_has_grads()) {
     gradients = detail::dense_gradients(plan);
     const at::Device device = gradients.empty() ? at::kCPU : gradients.front().device();
     const at::Tensor inv_scale = at::ones({}, at::TensorOptions().device(device).dtype(at::kFloat));
