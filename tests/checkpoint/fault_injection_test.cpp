@@ -399,7 +399,7 @@ TEST(CheckpointFaultInjection, FsyncsFileBeforeRenameAndDirectoryAfter) {
 
 /// Makes the `number`-th call of `name` fail while a second checkpoint is saved, and expects that
 /// the latest checkpoint is intact. Returns whether the call occurred.
-bool survives(const std::string& name, int number, int error, bool is_short) {
+bool inject_fault(const std::string& name, int number, int error, bool is_short) {
   const TempDir temp_dir;
   std::vector<std::string> warnings;
   Training run(kLarge);
@@ -421,25 +421,26 @@ bool survives(const std::string& name, int number, int error, bool is_short) {
     }
     EXPECT_THAT(list_temporaries(temp_dir.path()), IsEmpty());
   }
-  const bool came_to_it = std::count(faults.log.begin(), faults.log.end(), name) >= number;
+  const bool occurred = std::count(faults.log.begin(), faults.log.end(), name) >= number;
   CheckpointManager checkpoints(temp_dir.path());
   run.set(9);
   EXPECT_TRUE(checkpoints.load_latest(run.state));
   EXPECT_TRUE(run.is(saved ? 2 : 1)) << name << ' ' << number;
   EXPECT_EQ(checkpoints.checkpoints().size(), saved ? 2U : 1U);
   // Only close and the fsync of the directory can fail after the checkpoint is saved.
-  if (came_to_it && saved) {
+  if (occurred && saved) {
     EXPECT_THAT(warnings, ElementsAre(HasSubstr("may not survive a system crash")));
   }
   save(checkpoints, run, 3);
   EXPECT_TRUE(run.is(3));
-  return came_to_it;
+  return occurred;
 }
 
 TEST(CheckpointFaultInjection, AnySyscallFailureLeavesIntactCheckpoint) {
   for (const std::string name : {"open", "create", "write", "fsync", "close", "rename"}) {
     int number = 1;
-    while (survives(name, number, name == "write" ? ENOSPC : EIO, false) && number < 20) ++number;
+    while (inject_fault(name, number, name == "write" ? ENOSPC : EIO, false) && number < 20)
+      ++number;
     EXPECT_GT(number, name == "write" ? 3 : 1) << name << " was never called";
     EXPECT_LT(number, 20);
   }
@@ -447,7 +448,7 @@ TEST(CheckpointFaultInjection, AnySyscallFailureLeavesIntactCheckpoint) {
 
 TEST(CheckpointFaultInjection, ContinuesShortWritesAndDetectsFailure) {
   int number = 1;
-  while (survives("write", number, EIO, /*is_short=*/true) && number < 20) ++number;
+  while (inject_fault("write", number, EIO, /*is_short=*/true) && number < 20) ++number;
   EXPECT_GT(number, 6);
   EXPECT_LT(number, 20);
 }

@@ -82,53 +82,53 @@ struct Training {
 };
 
 template <class Optimizer, class Options>
-auto making(Options options) {
+auto make_factory(Options options) {
   return [options](std::vector<torch::optim::OptimizerParamGroup> groups) {
     return std::unique_ptr<torch::optim::Optimizer>(
         std::make_unique<Optimizer>(std::move(groups), options));
   };
 }
 
-struct Class {
+struct OptimizerClass {
   const char* name;  // in files
   std::function<std::unique_ptr<torch::optim::Optimizer>(
       std::vector<torch::optim::OptimizerParamGroup>)>
       make;
-  bool is_mezzos;
+  bool is_mezzo_class;
 };
 
-std::vector<Class> classes() {
+std::vector<OptimizerClass> classes() {
   namespace mezzos = mezzo::optim;
   namespace torchs = torch::optim;
   return {
-      {"AdamW", making<mezzos::AdamW>(torchs::AdamWOptions(1e-3)), true},
-      {"Adam", making<mezzos::Adam>(torchs::AdamOptions(1e-3)), true},
-      {"SGD", making<mezzos::SGD>(torchs::SGDOptions(1e-3).momentum(0.9)), true},
-      {"Lion", making<mezzos::Lion>(mezzos::LionOptions(1e-3)), true},
-      {"LAMB", making<mezzos::LAMB>(mezzos::LAMBOptions(1e-3)), true},
-      {"Muon", making<mezzos::Muon>(mezzos::MuonOptions(1e-3)), true},
-      {"AdamW8bit", making<mezzos::AdamW8bit>(torchs::AdamWOptions(1e-3)), true},
-      {"AdamW", making<torchs::AdamW>(torchs::AdamWOptions(1e-3)), false},
-      {"Adam", making<torchs::Adam>(torchs::AdamOptions(1e-3)), false},
-      {"SGD", making<torchs::SGD>(torchs::SGDOptions(1e-3).momentum(0.9)), false},
-      {"RMSprop", making<torchs::RMSprop>(torchs::RMSpropOptions(1e-3)), false},
-      {"Adagrad", making<torchs::Adagrad>(torchs::AdagradOptions(1e-3)), false},
+      {"AdamW", make_factory<mezzos::AdamW>(torchs::AdamWOptions(1e-3)), true},
+      {"Adam", make_factory<mezzos::Adam>(torchs::AdamOptions(1e-3)), true},
+      {"SGD", make_factory<mezzos::SGD>(torchs::SGDOptions(1e-3).momentum(0.9)), true},
+      {"Lion", make_factory<mezzos::Lion>(mezzos::LionOptions(1e-3)), true},
+      {"LAMB", make_factory<mezzos::LAMB>(mezzos::LAMBOptions(1e-3)), true},
+      {"Muon", make_factory<mezzos::Muon>(mezzos::MuonOptions(1e-3)), true},
+      {"AdamW8bit", make_factory<mezzos::AdamW8bit>(torchs::AdamWOptions(1e-3)), true},
+      {"AdamW", make_factory<torchs::AdamW>(torchs::AdamWOptions(1e-3)), false},
+      {"Adam", make_factory<torchs::Adam>(torchs::AdamOptions(1e-3)), false},
+      {"SGD", make_factory<torchs::SGD>(torchs::SGDOptions(1e-3).momentum(0.9)), false},
+      {"RMSprop", make_factory<torchs::RMSprop>(torchs::RMSpropOptions(1e-3)), false},
+      {"Adagrad", make_factory<torchs::Adagrad>(torchs::AdagradOptions(1e-3)), false},
   };
 }
 
 /// Returns whether archives of the two classes are indistinguishable: libtorch's archives store no
 /// class, and those of Adam and AdamW have the same keys.
-bool look_alike(const Class& saved, const Class& loaded) {
+bool look_alike(const OptimizerClass& saved, const OptimizerClass& loaded) {
   const std::string a = saved.name, b = loaded.name;
-  return !saved.is_mezzos && (a == "Adam" || a == "AdamW") && (b == "Adam" || b == "AdamW");
+  return !saved.is_mezzo_class && (a == "Adam" || a == "AdamW") && (b == "Adam" || b == "AdamW");
 }
 
 TEST(OptimizerArchive, OtherClassArchiveThrowsWithoutChanges) {
-  for (const Class& saved : classes()) {
+  for (const OptimizerClass& saved : classes()) {
     Training source(saved.make);
     source.step();
-    for (const Class& loaded : classes()) {
-      if (!loaded.is_mezzos) continue;  // libtorch's load checks nothing
+    for (const OptimizerClass& loaded : classes()) {
+      if (!loaded.is_mezzo_class) continue;  // libtorch's load checks nothing
       Training run(loaded.make);
       run.step(1);
       const std::string before = run.bits(), error = run.load_error(source.archive());
@@ -145,12 +145,12 @@ TEST(OptimizerArchive, OtherClassArchiveThrowsWithoutChanges) {
 TEST(OptimizerArchive, OtherClassCheckpointThrowsWithoutChanges) {
   const TempDir temp_dir;
   const auto file = temp_dir / "state.pt";
-  for (const Class& saved : classes()) {
+  for (const OptimizerClass& saved : classes()) {
     Training source(saved.make);
     source.step();
     torch::Tensor first = torch::zeros({1});
     mezzo::save_checkpoint(file, TrainingState().add("first", first).add("x", source.optimizer));
-    for (const Class& loaded : classes()) {
+    for (const OptimizerClass& loaded : classes()) {
       Training run(loaded.make);
       run.step(1);
       first.fill_(7);
@@ -171,8 +171,8 @@ TEST(OptimizerArchive, OtherClassCheckpointThrowsWithoutChanges) {
 }
 
 TEST(OptimizerArchive, LoadBeforeFirstStepClearsMoments) {
-  for (const Class& one : classes()) {
-    if (!one.is_mezzos) continue;
+  for (const OptimizerClass& one : classes()) {
+    if (!one.is_mezzo_class) continue;
     Training fresh(one.make), run(one.make), twin(one.make);
     run.step();
     ASSERT_EQ(run.load_error(fresh.archive()), "no error") << one.name;
@@ -185,8 +185,8 @@ TEST(OptimizerArchive, LoadBeforeFirstStepClearsMoments) {
 }
 
 TEST(OptimizerArchive, ThrowsForNegativeStepCount) {
-  for (const Class& one : classes()) {
-    if (!one.is_mezzos || std::string(one.name) == "Muon") continue;  // counts no steps
+  for (const OptimizerClass& one : classes()) {
+    if (!one.is_mezzo_class || std::string(one.name) == "Muon") continue;  // counts no steps
     Training source(one.make), run(one.make);
     source.step(), run.step();
     torch::serialize::OutputArchive archive;
@@ -312,7 +312,7 @@ std::vector<PythonFile> python_files() {
 
 TEST(OptimizerFromPython, InvalidStateThrowsWithoutChanges) {
   const TempDir temp_dir;
-  for (const Class& loaded : {classes()[0], classes()[7]}) {
+  for (const OptimizerClass& loaded : {classes()[0], classes()[7]}) {
     for (const PythonFile& saved : python_files()) {
       torch::Tensor first = torch::zeros({4}), weight = torch::ones({4}).requires_grad_();
       const auto optimizer = loaded.make({{{weight}}});

@@ -49,8 +49,8 @@ void take_step(const torch::nn::Sequential& model, Optimizer& optimizer) {
 /// Saves `saved`, and returns the error of loading it into `loaded`, which must not change if it
 /// throws.
 template <class Make, class MakeOther>
-std::string error_between(const Make& make, const MakeOther& make_other,
-                          at::ScalarType dtype = torch::kFloat) {
+std::string load_error(const Make& make, const MakeOther& make_other,
+                       at::ScalarType dtype = torch::kFloat) {
   const TempDir temp_dir;
   torch::nn::Sequential model = make_model(dtype), other = make_model(dtype);
   auto saved = make(model->parameters());
@@ -74,13 +74,13 @@ std::string error_between(const Make& make, const MakeOther& make_other,
 }
 
 template <class Optimizer>
-auto making() {
+auto make_factory() {
   return [](std::vector<torch::Tensor> parameters) {
     return Optimizer(std::move(parameters), {1e-3});
   };
 }
 
-auto making(WeightStorage storage) {
+auto make_factory(WeightStorage storage) {
   return [storage](std::vector<torch::Tensor> parameters) {
     return mezzo::optim::AdamW(std::move(parameters), mezzo::optim::AdamWOptions(1e-3),
                                {.weight_storage = storage});
@@ -95,27 +95,29 @@ TEST(CheckpointOptimizerIdentity, ThrowsForOtherClass) {
                  HasSubstr("nothing was loaded"),
                  HasSubstr("construct an optimizer of the saved class"));
   };
-  EXPECT_THAT(error_between(making<AdamW>(), making<mezzo::optim::Adam>()),
+  EXPECT_THAT(load_error(make_factory<AdamW>(), make_factory<mezzo::optim::Adam>()),
               is_refused("AdamW", "Adam"));
-  EXPECT_THAT(error_between(making<AdamW>(), making<mezzo::optim::Lion>()),
+  EXPECT_THAT(load_error(make_factory<AdamW>(), make_factory<mezzo::optim::Lion>()),
               is_refused("AdamW", "Lion"));
-  EXPECT_THAT(error_between(making<AdamW>(), making<torch::optim::Adam>()),
+  EXPECT_THAT(load_error(make_factory<AdamW>(), make_factory<torch::optim::Adam>()),
               is_refused("AdamW", "Adam"));
-  EXPECT_THAT(error_between(making<mezzo::optim::LAMB>(), making<mezzo::optim::Lion>()),
+  EXPECT_THAT(load_error(make_factory<mezzo::optim::LAMB>(), make_factory<mezzo::optim::Lion>()),
               is_refused("LAMB", "Lion"));
-  EXPECT_THAT(error_between(making<torch::optim::Adam>(), making<torch::optim::AdamW>()),
+  EXPECT_THAT(load_error(make_factory<torch::optim::Adam>(), make_factory<torch::optim::AdamW>()),
               is_refused("Adam", "AdamW"));
 }
 
 TEST(CheckpointOptimizerIdentity, MezzoAndTorchStateAreInterchangeable) {
-  EXPECT_EQ(error_between(making<mezzo::optim::AdamW>(), making<torch::optim::AdamW>()),
+  EXPECT_EQ(load_error(make_factory<mezzo::optim::AdamW>(), make_factory<torch::optim::AdamW>()),
             "no error");
-  EXPECT_EQ(error_between(making<torch::optim::AdamW>(), making<mezzo::optim::AdamW>()),
+  EXPECT_EQ(load_error(make_factory<torch::optim::AdamW>(), make_factory<mezzo::optim::AdamW>()),
             "no error");
-  EXPECT_EQ(error_between(making<mezzo::optim::SGD>(), making<torch::optim::SGD>()), "no error");
-  EXPECT_EQ(error_between(making<torch::optim::SGD>(), making<mezzo::optim::SGD>()), "no error");
-  EXPECT_EQ(error_between(making(WeightStorage::fp32_master), making<torch::optim::AdamW>(),
-                          torch::kBFloat16),
+  EXPECT_EQ(load_error(make_factory<mezzo::optim::SGD>(), make_factory<torch::optim::SGD>()),
+            "no error");
+  EXPECT_EQ(load_error(make_factory<torch::optim::SGD>(), make_factory<mezzo::optim::SGD>()),
+            "no error");
+  EXPECT_EQ(load_error(make_factory(WeightStorage::fp32_master),
+                       make_factory<torch::optim::AdamW>(), torch::kBFloat16),
             "no error");
 }
 
@@ -140,7 +142,7 @@ TEST(CheckpointOptimizerIdentity, ReportsInnerOptimizerOfMasterWeights) {
 
 TEST(CheckpointOptimizerIdentity, ThrowsForOtherWeightStorage) {
   const auto error = [](WeightStorage saved, WeightStorage loaded, at::ScalarType dtype) {
-    return error_between(making(saved), making(loaded), dtype);
+    return load_error(make_factory(saved), make_factory(loaded), dtype);
   };
   EXPECT_THAT(
       error(WeightStorage::split_master, WeightStorage::stochastic_rounding, torch::kBFloat16),
@@ -158,8 +160,8 @@ TEST(CheckpointOptimizerIdentity, PlainWeightsLoadIntoAnyStorage) {
     const TempDir temp_dir;
     torch::nn::Sequential model = make_model(torch::kBFloat16),
                           other = make_model(torch::kBFloat16);
-    auto saved = making(WeightStorage::plain)(model->parameters());
-    auto loaded = making(storage)(other->parameters());
+    auto saved = make_factory(WeightStorage::plain)(model->parameters());
+    auto loaded = make_factory(storage)(other->parameters());
     const auto file =
         CheckpointManager(temp_dir.path()).save(TrainingState().add("optimizer", saved), 1).path;
     mezzo::load_checkpoint(file, TrainingState().add("optimizer", loaded));
@@ -176,7 +178,7 @@ TEST(CheckpointOptimizerIdentity, ThrowsForReorderedParameters) {
     std::rotate(parameters.begin(), parameters.begin() + 2, parameters.end());
     return torch::optim::AdamW(std::move(parameters), {1e-3});
   };
-  EXPECT_THAT(error_between(making<torch::optim::AdamW>(), turned),
+  EXPECT_THAT(load_error(make_factory<torch::optim::AdamW>(), turned),
               AllOf(HasSubstr("size mismatch for parameter 0 of group 0: [3, 3] model.0.weight in "
                               "the checkpoint, [3, 3] model.1.weight in the current optimizer"),
                     HasSubstr("the order")));
@@ -184,9 +186,9 @@ TEST(CheckpointOptimizerIdentity, ThrowsForReorderedParameters) {
     parameters.pop_back();
     return torch::optim::AdamW(std::move(parameters), {1e-3});
   };
-  EXPECT_THAT(error_between(making<torch::optim::AdamW>(), fewer),
+  EXPECT_THAT(load_error(make_factory<torch::optim::AdamW>(), fewer),
               HasSubstr("group 0 has 4 parameters in the checkpoint, 3 in the current optimizer"));
-  EXPECT_THAT(error_between(fewer, making<torch::optim::AdamW>()),
+  EXPECT_THAT(load_error(fewer, make_factory<torch::optim::AdamW>()),
               HasSubstr("group 0 has 3 parameters in the checkpoint, 4 in the current optimizer"));
 }
 

@@ -73,7 +73,8 @@ std::vector<torch::optim::OptimizerParamGroup> groups_of(const torch::nn::Sequen
 
 /// Loads the model and, in a dtype, the optimizer, and steps with Python's gradients.
 template <class Optimizer, class... Options>
-void expect_to_go_on(const std::string& name, torch::ScalarType dtype, const Options&... options) {
+void expect_resume_from_python(const std::string& name, torch::ScalarType dtype,
+                               const Options&... options) {
   auto model = python_model();
   mezzo::load_checkpoint(python_file(), TrainingState().add(name + "_model", model),
                          {.ignore_unexpected = true});
@@ -104,21 +105,21 @@ void expect_to_go_on(const std::string& name, torch::ScalarType dtype, const Opt
 
 TEST(CheckpointFromPython, OptimizersResume) {
   using torch::kFloat;
-  expect_to_go_on<mezzo::optim::AdamW>("adamw", kFloat, mezzo::optim::AdamWOptions());
-  expect_to_go_on<torch::optim::AdamW>("adamw", kFloat, torch::optim::AdamWOptions());
-  expect_to_go_on<mezzo::optim::Adam>("adam", kFloat, mezzo::optim::AdamOptions());
-  expect_to_go_on<torch::optim::Adam>("adam", kFloat, torch::optim::AdamOptions());
+  expect_resume_from_python<mezzo::optim::AdamW>("adamw", kFloat, mezzo::optim::AdamWOptions());
+  expect_resume_from_python<torch::optim::AdamW>("adamw", kFloat, torch::optim::AdamWOptions());
+  expect_resume_from_python<mezzo::optim::Adam>("adam", kFloat, mezzo::optim::AdamOptions());
+  expect_resume_from_python<torch::optim::Adam>("adam", kFloat, torch::optim::AdamOptions());
   for (const char* const name : {"sgd", "plain_sgd"}) {
-    expect_to_go_on<mezzo::optim::SGD>(name, kFloat, mezzo::optim::SGDOptions(0.1));
-    expect_to_go_on<torch::optim::SGD>(name, kFloat, torch::optim::SGDOptions(0.1));
+    expect_resume_from_python<mezzo::optim::SGD>(name, kFloat, mezzo::optim::SGDOptions(0.1));
+    expect_resume_from_python<torch::optim::SGD>(name, kFloat, torch::optim::SGDOptions(0.1));
   }
 }
 
 TEST(CheckpointFromPython, AdamWResumesWithSplitMaster) {
   const mezzo::optim::WeightStorageOptions split{.weight_storage =
                                                      mezzo::optim::WeightStorage::split_master};
-  expect_to_go_on<mezzo::optim::AdamW>("adamw", torch::kBFloat16, torch::optim::AdamWOptions(),
-                                       split);
+  expect_resume_from_python<mezzo::optim::AdamW>("adamw", torch::kBFloat16,
+                                                 torch::optim::AdamWOptions(), split);
 }
 
 TEST(CheckpointFromPython, LoadsNumbersAndStrings) {
@@ -278,7 +279,7 @@ with zipfile.ZipFile(sys.argv[1]) as archive:
 
 /// Steps twice, saves, and compares one more step in C++ and in Python.
 template <class Optimizer, class Options>
-void expect_to_go_on_in_python(const std::string& python_class, const Options& options) {
+void expect_resume_in_python(const std::string& python_class, const Options& options) {
   const test_support::TempDir temp_dir;
   torch::Tensor weight = torch::tensor({1.0F, 2.0F}).requires_grad_();
   const torch::Tensor later = torch::tensor({3.0F}).requires_grad_();
@@ -317,14 +318,14 @@ TEST(CheckpointInPython, OptimizersResume) {
   const auto adamw = torch::optim::AdamWOptions(0.1).betas({0.8, 0.99}).amsgrad(true);
   const auto adam = torch::optim::AdamOptions(0.1).weight_decay(0.125);
   const auto sgd = torch::optim::SGDOptions(0.1).momentum(0.5);
-  expect_to_go_on_in_python<torch::optim::AdamW>("AdamW", adamw);
-  expect_to_go_on_in_python<torch::optim::Adam>("Adam", adam);
-  expect_to_go_on_in_python<torch::optim::SGD>("SGD", sgd);
-  expect_to_go_on_in_python<mezzo::optim::AdamW>(
+  expect_resume_in_python<torch::optim::AdamW>("AdamW", adamw);
+  expect_resume_in_python<torch::optim::Adam>("Adam", adam);
+  expect_resume_in_python<torch::optim::SGD>("SGD", sgd);
+  expect_resume_in_python<mezzo::optim::AdamW>(
       "AdamW", mezzo::optim::AdamWOptions(0.1).betas({0.8, 0.99}).amsgrad(true));
-  expect_to_go_on_in_python<mezzo::optim::Adam>("Adam",
-                                                mezzo::optim::AdamOptions(0.1).weight_decay(0.125));
-  expect_to_go_on_in_python<mezzo::optim::SGD>("SGD", mezzo::optim::SGDOptions(0.1).momentum(0.5));
+  expect_resume_in_python<mezzo::optim::Adam>("Adam",
+                                              mezzo::optim::AdamOptions(0.1).weight_decay(0.125));
+  expect_resume_in_python<mezzo::optim::SGD>("SGD", mezzo::optim::SGDOptions(0.1).momentum(0.5));
 }
 
 #endif

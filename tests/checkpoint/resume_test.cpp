@@ -36,10 +36,10 @@ mezzo::optim::AdamW make(std::vector<torch::Tensor> parameters, WeightStorage st
 
 /// A run with dropout, growth and backoff of the loss scale, a schedule and averages.
 template <class Optimizer>
-class InterruptedTraining {
+class ResumableTraining {
  public:
   template <class MakeOptimizer>
-  InterruptedTraining(at::ScalarType dtype, MakeOptimizer make_optimizer)
+  ResumableTraining(at::ScalarType dtype, MakeOptimizer make_optimizer)
       : model(torch::nn::Linear(8, 16), torch::nn::BatchNorm1d(16), torch::nn::Dropout(0.5),
               torch::nn::Linear(16, 4)),
         optimizer((model->to(dtype), make_optimizer(model->parameters()))),
@@ -101,14 +101,14 @@ template <class Optimizer, class MakeOptimizer>
 void expect_bitwise_resume(at::ScalarType dtype, MakeOptimizer make_optimizer) {
   const TempDir temp_dir;
   torch::manual_seed(1);
-  InterruptedTraining<Optimizer> whole(dtype, make_optimizer);
+  ResumableTraining<Optimizer> whole(dtype, make_optimizer);
   for (int i = 0; i < 9; ++i) whole.step();
   CheckpointManager(temp_dir.path()).save(whole.state, whole.position);
   for (int i = 0; i < 9; ++i) whole.step();
   const auto expected = whole.outcome();
 
   torch::manual_seed(2);
-  InterruptedTraining<Optimizer> resumed(dtype, make_optimizer);
+  ResumableTraining<Optimizer> resumed(dtype, make_optimizer);
   resumed.step();  // its state must be replaced completely
   const auto loaded = CheckpointManager(temp_dir.path()).load_latest(resumed.state);
   ASSERT_TRUE(loaded);
@@ -134,8 +134,8 @@ TEST(CheckpointResume, BitwiseIdenticalWithTorchAdamW) {
 }
 
 /// A tied layer, with averages of the masters of a MasterWeights over a torch optimizer.
-struct Mastered {
-  Mastered() {
+struct MasterWeightsTraining {
+  MasterWeightsTraining() {
     scaler.on_skip(nullptr);
     state.add("model", model).add("optimizer", optimizer).add("ema", ema).add("scaler", scaler);
     state.add("schedule", schedule);
@@ -168,7 +168,7 @@ struct Mastered {
 TEST(CheckpointResume, BitwiseIdenticalWithMasterWeightsAndEma) {
   const TempDir temp_dir;
   torch::manual_seed(3);
-  Mastered whole, resumed;
+  MasterWeightsTraining whole, resumed;
   for (const float scale : {1.0F, 1e30F, 2.0F, 1.0F}) whole.step(scale);
   const auto file = CheckpointManager(temp_dir.path()).save(whole.state, 4).path;
   resumed.step(1.0F);

@@ -58,8 +58,8 @@ struct Values {
 };
 
 /// The state of a run; two of them differ only in addresses.
-struct SameRun {
-  explicit SameRun(std::size_t in_front) : moves_the_heap(in_front) {
+struct DeterministicRun {
+  explicit DeterministicRun(std::size_t num_padding_bytes) : heap_padding(num_padding_bytes) {
     for (int step = 0; step < 2; ++step) {
       torch::manual_seed(step);
       for (const auto& parameter : model->parameters()) {
@@ -72,7 +72,7 @@ struct SameRun {
     state.add("theirs", theirs).add("ours", ours).add("masters", masters);
   }
 
-  std::vector<char> moves_the_heap;
+  std::vector<char> heap_padding;
   torch::nn::Sequential model = [] {
     torch::manual_seed(3);
     return torch::nn::Sequential(torch::nn::Linear(2, 3), torch::nn::Linear(3, 3));
@@ -195,7 +195,7 @@ TEST(TrainingState, SaveWarnsOnceForNonfiniteBuffer) {
 
 TEST(TrainingState, EqualOptimizersSaveIdenticalFiles) {
   const TempDir first, second;
-  const SameRun one(1), other(100000);
+  const DeterministicRun one(1), other(100000);
   const auto file = CheckpointManager(first.path()).save(one.state, 2).path;
   const auto same = CheckpointManager(second.path()).save(other.state, 2).path;
   EXPECT_EQ(test_support::read_file(file), test_support::read_file(same));
@@ -283,8 +283,8 @@ TEST(TrainingState, UsesModuleReassignedToHolder) {
 }
 
 /// Saves `saver`, and returns the error of loading it into `loader`, equal for all load functions.
-std::string error_between(const TrainingState& saver, const TrainingState& loader,
-                          const mezzo::LoadOptions& options = {}) {
+std::string load_error(const TrainingState& saver, const TrainingState& loader,
+                       const mezzo::LoadOptions& options = {}) {
   const TempDir temp_dir;
   CheckpointManager checkpoints(temp_dir.path());
   const auto file = checkpoints.save(saver, 0).path;
@@ -296,12 +296,12 @@ std::string error_between(const TrainingState& saver, const TrainingState& loade
 
 TEST(TrainingState, ReportsMissingAndUnexpectedNames) {
   int64_t a = 1, b = 2, c = 3;
-  EXPECT_THAT(error_between(TrainingState().add("a", a).add("b", b),
-                            TrainingState().add("a", a).add("c", c)),
-              AllOf(HasSubstr("missing name(s): \"c\""), HasSubstr("unexpected name(s): \"b\""),
-                    HasSubstr("nothing was loaded")));
-  EXPECT_EQ(error_between(TrainingState().add("a", b).add("b", b), TrainingState().add("a", a),
-                          {.ignore_unexpected = true}),
+  EXPECT_THAT(
+      load_error(TrainingState().add("a", a).add("b", b), TrainingState().add("a", a).add("c", c)),
+      AllOf(HasSubstr("missing name(s): \"c\""), HasSubstr("unexpected name(s): \"b\""),
+            HasSubstr("nothing was loaded")));
+  EXPECT_EQ(load_error(TrainingState().add("a", b).add("b", b), TrainingState().add("a", a),
+                       {.ignore_unexpected = true}),
             "no error");
   EXPECT_EQ(a, 2);
 }
@@ -310,24 +310,23 @@ TEST(TrainingState, TypeOrShapeMismatchThrowsBeforeLoading) {
   int64_t number = 1;
   double real = 2;
   EXPECT_THAT(
-      error_between(TrainingState().add("x", real), TrainingState().add("x", number)),
+      load_error(TrainingState().add("x", real), TrainingState().add("x", number)),
       HasSubstr("type mismatch: a real number in the checkpoint, an integer in the current state"));
   int64_t large = 300;
   std::uint8_t small = 5;
-  EXPECT_THAT(error_between(TrainingState().add("x", large), TrainingState().add("x", small)),
+  EXPECT_THAT(load_error(TrainingState().add("x", large), TrainingState().add("x", small)),
               HasSubstr("the integer 300 in the checkpoint is out of range"));
   double huge = 1e300, infinite = std::numeric_limits<double>::infinity();
   float single = 5;
-  EXPECT_THAT(error_between(TrainingState().add("x", huge), TrainingState().add("x", single)),
+  EXPECT_THAT(load_error(TrainingState().add("x", huge), TrainingState().add("x", single)),
               HasSubstr("the real number 1e+300 in the checkpoint is out of range"));
   EXPECT_EQ(single, 5);
-  EXPECT_EQ(error_between(TrainingState().add("x", infinite), TrainingState().add("x", single)),
+  EXPECT_EQ(load_error(TrainingState().add("x", infinite), TrainingState().add("x", single)),
             "no error");
   EXPECT_EQ(single, infinite);
   torch::Tensor whole_numbers = torch::arange(3), floats = torch::zeros({3});
-  EXPECT_THAT(
-      error_between(TrainingState().add("x", whole_numbers), TrainingState().add("x", floats)),
-      AllOf(HasSubstr("tensor mismatch: Long"), HasSubstr("in the checkpoint, float32")));
+  EXPECT_THAT(load_error(TrainingState().add("x", whole_numbers), TrainingState().add("x", floats)),
+              AllOf(HasSubstr("tensor mismatch: Long"), HasSubstr("in the checkpoint, float32")));
   EXPECT_TRUE(torch::equal(floats, torch::zeros({3})));
   torch::nn::Linear narrow(2, 3), wide(4, 3), plain(torch::nn::LinearOptions(2, 3).bias(false));
   torch::nn::Linear half(2, 3);
@@ -335,7 +334,7 @@ TEST(TrainingState, TypeOrShapeMismatchThrowsBeforeLoading) {
   const auto error = [](torch::nn::Linear saved, torch::nn::Linear loaded) {
     const torch::Tensor before = loaded->weight.detach().clone();
     const std::string text =
-        error_between(TrainingState().add("m", saved), TrainingState().add("m", loaded));
+        load_error(TrainingState().add("m", saved), TrainingState().add("m", loaded));
     EXPECT_TRUE(torch::equal(loaded->weight, before));
     return text;
   };
@@ -389,8 +388,8 @@ TEST(TrainingState, ThrowingObjectReportsPartialLoad) {
 TEST(TrainingState, InvalidMezzoStateThrowsBeforeLoading) {
   int64_t epoch = 1;
   const auto error = [&epoch](auto& saved, auto& loaded) {
-    const std::string message = error_between(TrainingState().add("epoch", epoch).add("x", saved),
-                                              TrainingState().add("epoch", epoch).add("x", loaded));
+    const std::string message = load_error(TrainingState().add("epoch", epoch).add("x", saved),
+                                           TrainingState().add("epoch", epoch).add("x", loaded));
     EXPECT_THAT(message, AllOf(HasSubstr("cannot load \"x\""), HasSubstr("nothing was loaded")));
     return message;
   };
@@ -559,7 +558,7 @@ TEST(TrainingState, RoundTripsAnyTensorName) {
   torch::nn::Sequential saved, loaded;
   saved->push_back("in", torch::nn::Linear(1, 1));
   loaded->push_back("in", torch::nn::Linear(1, 1));
-  EXPECT_EQ(error_between(TrainingState().add("m", saved), TrainingState().add("m", loaded)),
+  EXPECT_EQ(load_error(TrainingState().add("m", saved), TrainingState().add("m", loaded)),
             "no error");
   EXPECT_TRUE(torch::equal(saved->parameters()[0], loaded->parameters()[0]));
 }

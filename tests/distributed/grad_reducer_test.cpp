@@ -73,12 +73,12 @@ TEST_F(GradReducerBackward, GradsAreBucketViews) {
   torch::manual_seed(1);
   torch::nn::Sequential model(torch::nn::Linear(40, 300), torch::nn::ReLU(),
                               torch::nn::Linear(300, 3));
-  GradReducer all_reduce(model->parameters(), backend());
+  GradReducer reducer(model->parameters(), backend());
   for (int step = 0; step < 3; ++step) {
     if (step == 1) model->zero_grad();
-    if (step == 2) all_reduce.buckets().zero_grad(/*set_to_none=*/false);
+    if (step == 2) reducer.buckets().zero_grad(/*set_to_none=*/false);
     model->forward(torch::full({2, 40}, 0.1)).square().sum().backward();
-    const auto& bucket = all_reduce.buckets().buckets()[0];
+    const auto& bucket = reducer.buckets().buckets()[0];
     for (const Tensor& parameter : model->parameters()) {
       EXPECT_TRUE(parameter.grad().storage().is_alias_of(bucket.buffer.storage()));
     }
@@ -87,10 +87,10 @@ TEST_F(GradReducerBackward, GradsAreBucketViews) {
 
 TEST_F(GradReducerBackward, AccumulatesOntoNoSyncGrads) {
   const Tensor used = ones(), only_before = ones();
-  GradReducer all_reduce({used, only_before}, backend());
+  GradReducer reducer({used, only_before}, backend());
   log.clear();
   {
-    const auto no_sync = all_reduce.no_sync();
+    const auto no_sync = reducer.no_sync();
     (used + only_before).sum().backward();
     EXPECT_TRUE(log.empty());
   }
@@ -103,14 +103,14 @@ TEST_F(GradReducerBackward, AccumulatesOntoNoSyncGrads) {
 TEST_F(GradReducerBackward, ReducesBucketsInFixedOrder) {
   const Tensor a = ones(16), b = ones(16), unused = ones(16), frozen = torch::ones({16});
   std::vector<double> sent;
-  GradReducer all_reduce({frozen, unused, a, b},
-                         make_recording_backend(make_fake_backend(2),
-                                                [&](const std::string& name, const Tensor& flat) {
-                                                  if (name == "average") {
-                                                    sent.push_back(flat.sum().item<double>());
-                                                  }
-                                                }),
-                         {.bucket_cap_bytes = 64});
+  GradReducer reducer({frozen, unused, a, b},
+                      make_recording_backend(make_fake_backend(2),
+                                             [&](const std::string& name, const Tensor& flat) {
+                                               if (name == "average") {
+                                                 sent.push_back(flat.sum().item<double>());
+                                               }
+                                             }),
+                      {.bucket_cap_bytes = 64});
   ((a * 2) + (b * 3)).sum().backward();
   EXPECT_THAT(sent, ElementsAre(48, 32, 0, 0)) << "the last parameter first";
   EXPECT_FALSE(unused.grad().defined());
@@ -122,7 +122,7 @@ TEST_F(GradReducerBackward, CallsExistingHookFirst) {
   set_hook(parameter, calls, 5);
   const auto* const hook = get_hook(parameter);
   {
-    const GradReducer all_reduce({parameter}, backend());
+    const GradReducer reducer({parameter}, backend());
     parameter.sum().backward();
     EXPECT_EQ(calls, 1);
     expect_gradient(parameter, 5);
@@ -143,7 +143,7 @@ TEST_F(GradReducerBackward, DestroyedReducerIsSkippedUnderOuterHook) {
   const Tensor parameter = ones();
   set_hook(parameter, calls);
   {
-    const GradReducer all_reduce({parameter}, backend());
+    const GradReducer reducer({parameter}, backend());
     auto wrapping = std::make_unique<Wrapping>();
     wrapping->inner = std::move(torch::autograd::impl::post_acc_grad_hooks(parameter));
     torch::autograd::impl::set_post_acc_grad_hooks(parameter, std::move(wrapping));
@@ -159,7 +159,7 @@ TEST_F(GradReducerBackward, DestroyedReducerIsSkippedUnderOuterHook) {
 
 TEST_F(GradReducerBackward, SupportsReentrantActivationCheckpoints) {
   torch::nn::Linear model(4, 3);
-  const GradReducer all_reduce(model->parameters(), backend());
+  const GradReducer reducer(model->parameters(), backend());
   for (int step = 0; step < 2; ++step) {
     log.clear();
     model->zero_grad();
@@ -177,7 +177,7 @@ TEST_F(GradReducerBackward, SharedCheckpointedLayerIsReducedOnce) {
   for (const char* const name : {"weight", "bias"}) {
     model->named_parameters()[name].set_data(like->named_parameters()[name].detach().clone());
   }
-  const GradReducer all_reduce(model->parameters(), backend(), {.bucket_cap_bytes = 1});
+  const GradReducer reducer(model->parameters(), backend(), {.bucket_cap_bytes = 1});
   log.clear();
   Tensor x = torch::ones({2, 3}).requires_grad_();
   Tensor y = torch::ones({2, 3});
@@ -215,7 +215,7 @@ TEST_F(GradReducerBackward, CountsParamOnceInNestedBackward) {
     (BackwardInside::apply(once, shared) * other).sum().backward();
   };
   {
-    const GradReducer all_reduce({shared, other, ones()}, backend());
+    const GradReducer reducer({shared, other, ones()}, backend());
     run();
     expect_gradient(shared, 2);
     expect_gradient(other, 1);
@@ -227,7 +227,7 @@ TEST_F(GradReducerBackward, CountsParamOnceInNestedBackward) {
 
 TEST_F(GradReducerBackward, SingleProcessContinuesAfterThrow) {
   const Tensor early = ones(), late = ones();
-  GradReducer all_reduce({late, early}, make_fake_backend(1));
+  GradReducer reducer({late, early}, make_fake_backend(1));
   bool throws = true;
   const auto inner = [&] {
     const Tensor y = late * 2;
@@ -239,7 +239,7 @@ TEST_F(GradReducerBackward, SingleProcessContinuesAfterThrow) {
   };
   EXPECT_THAT(message_of([&] { (inner() * early).sum().backward(); }), HasSubstr("on purpose"));
   throws = false;
-  all_reduce.buckets().zero_grad();
+  reducer.buckets().zero_grad();
   (inner() * early).sum().backward();
   expect_gradient(late, 2);
   expect_gradient(early, 2);
@@ -248,7 +248,7 @@ TEST_F(GradReducerBackward, SingleProcessContinuesAfterThrow) {
 TEST_F(GradReducerBackward, ThrowsForUnsupportedGradients) {
   const Tensor parameter = torch::full({3}, 2.0F).requires_grad_();
   {
-    GradReducer all_reduce({parameter}, make_fake_backend(2));
+    GradReducer reducer({parameter}, make_fake_backend(2));
     EXPECT_THAT(message_of([&] {
                   parameter.pow(3).sum().backward({}, /*retain_graph=*/true,
                                                   /*create_graph=*/true);
@@ -275,9 +275,9 @@ TEST_F(GradReducerBackward, ReducesFloat32GradsInReduceDtype) {
     const auto listener = [&](const std::string& name, const Tensor& tensor) {
       if (name == "sum" || name == "average") sent.push_back(tensor.scalar_type());
     };
-    const GradReducer all_reduce({wide, narrow},
-                                 make_recording_backend(make_fake_backend(2), listener),
-                                 {.reduce_dtype = dtype});
+    const GradReducer reducer({wide, narrow},
+                              make_recording_backend(make_fake_backend(2), listener),
+                              {.reduce_dtype = dtype});
     ((wide / 3).sum() + narrow.sum()).backward();
     EXPECT_THAT(sent, ElementsAre(torch::kBFloat16, dtype));
     EXPECT_EQ(wide.grad().scalar_type(), torch::kFloat);

@@ -46,8 +46,8 @@ torch::nn::Sequential make_net(bool has_buffers) {
 }
 
 /// DistributedDataParallel with running statistics.
-struct Averaging {
-  explicit Averaging(BackendPtr world)
+struct DdpTrainer {
+  explicit DdpTrainer(BackendPtr world)
       : net(make_net(true)),
         ddp(net, std::move(world), {.bucket_cap_bytes = 512}),
         optimizer(net->parameters(), AdamWOptions(1e-2)) {}
@@ -58,8 +58,8 @@ struct Averaging {
   AdamW optimizer;
 };
 
-struct Sharding {
-  explicit Sharding(BackendPtr world)
+struct ShardedTrainer {
+  explicit ShardedTrainer(BackendPtr world)
       : net(make_net(false)),
         optimizer(net->parameters(), std::move(world), AdamWOptions(1e-2), kSmallBuckets) {}
   at::Tensor forward(const at::Tensor& x) { return net->forward(x); }
@@ -69,24 +69,24 @@ struct Sharding {
 };
 
 /// A run with all kinds of state, and occasional infs.
-template <class Way>
+template <class Trainer>
 class RankTraining {
  public:
   RankTraining(BackendPtr world, uint64_t seed)
-      : rank_(world->getRank()), way((torch::manual_seed(seed), world)) {
+      : rank_(world->getRank()), trainer((torch::manual_seed(seed), world)) {
     torch::manual_seed(seed + 100 * static_cast<uint64_t>(rank_ + 1));
     own_random.set_current_seed(seed + static_cast<uint64_t>(rank_));
-    state.add("model", way.net).add("optimizer", way.optimizer).add("scaler", scaler);
+    state.add("model", trainer.net).add("optimizer", trainer.optimizer).add("scaler", scaler);
     state.add("schedule", schedule).add("position", position).add_rng_state();
     state.add_per_rank("order", own_random).add_per_rank("seen", seen);
   }
 
   void step() {
-    way.optimizer.zero_grad();
-    at::Tensor loss = way.forward(torch::randn({4, 6}, own_random)).square().mean();
+    trainer.optimizer.zero_grad();
+    at::Tensor loss = trainer.forward(torch::randn({4, 6}, own_random)).square().mean();
     if (position % 5 == 3 && rank_ == 0) loss = loss * std::numeric_limits<float>::infinity();
     scaler.scale(loss).backward();
-    const auto result = scaler.step(way.optimizer, {.max_norm = 1.0});
+    const auto result = scaler.step(trainer.optimizer, {.max_norm = 1.0});
     scaler.update();
     schedule.step(result);
     ++position;
@@ -95,8 +95,8 @@ class RankTraining {
 
   std::vector<at::Tensor> outcome() {
     std::vector<at::Tensor> all;
-    for (const auto& tensor : way.net->parameters()) all.push_back(tensor.detach().clone());
-    for (const auto& tensor : way.net->buffers()) all.push_back(tensor.clone());
+    for (const auto& tensor : trainer.net->parameters()) all.push_back(tensor.detach().clone());
+    for (const auto& tensor : trainer.net->buffers()) all.push_back(tensor.clone());
     for (const auto& [key, value] : scaler.state_dict()) all.push_back(torch::tensor(value));
     for (const double lr : schedule.lrs()) all.push_back(torch::tensor(lr, torch::kDouble));
     all.push_back(torch::tensor({position, seen}));
@@ -110,19 +110,19 @@ class RankTraining {
 
  public:
   mezzo::GradScaler scaler{{.init_scale = 8, .growth_interval = 3}};
-  Way way;
-  mezzo::LinearSchedule schedule{way.optimizer, {.warmup_steps = 3, .total_steps = 40}};
+  Trainer trainer;
+  mezzo::LinearSchedule schedule{trainer.optimizer, {.warmup_steps = 3, .total_steps = 40}};
   int64_t position = 0;
   int64_t seen = 0;
   at::Generator own_random = at::detail::createCPUGenerator(0);
   TrainingState state;
 };
 
-template <class Way>
+template <class Trainer>
 void expect_bitwise_resume() {
   const SharedDirectory directory;
   const BackendPtr world = make_world_backend();
-  RankTraining<Way> whole(world, 1);
+  RankTraining<Trainer> whole(world, 1);
   whole.scaler.on_skip(nullptr);
   for (int i = 0; i < 7; ++i) whole.step();
   DistributedCheckpointManager(directory.path(), world).save(whole.state, whole.position);
@@ -130,7 +130,7 @@ void expect_bitwise_resume() {
   const auto expected = whole.outcome();
 
   std::vector<std::string> warnings;
-  RankTraining<Way> resumed(world, 2);
+  RankTraining<Trainer> resumed(world, 2);
   resumed.scaler.on_skip(nullptr);
   resumed.step();  // its state must be replaced completely
   const auto loaded =
@@ -148,11 +148,11 @@ void expect_bitwise_resume() {
 }
 
 TEST(DistributedCheckpointManager, SameWorldSizeResumesBitwise) {
-  expect_bitwise_resume<Averaging>();
+  expect_bitwise_resume<DdpTrainer>();
 }
 
 TEST(DistributedCheckpointManager, ShardedOptimizerResumesBitwise) {
-  expect_bitwise_resume<Sharding>();
+  expect_bitwise_resume<ShardedTrainer>();
 }
 
 TEST(DistributedCheckpointManager, ResumesAcrossWorldSizes) {

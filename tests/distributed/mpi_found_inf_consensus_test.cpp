@@ -19,7 +19,7 @@
 // An inf on one rank skips the step and backs off the scale on all ranks, because all check the
 // reduced gradients. With equal batches and a power of two of ranks, results are bitwise identical
 // to a single process with every inf.
-namespace one_decision_test {
+namespace found_inf_consensus_test {
 namespace {
 
 using distributed_test::BackendPtr;
@@ -38,7 +38,7 @@ double factor_with_infs(int64_t step, int64_t rank, int64_t ranks) {
                        : std::numeric_limits<double>::quiet_NaN();
 }
 
-void expect_decided_as_one(TrainingConfig config) {
+void expect_found_inf_consensus(TrainingConfig config) {
   config.factor = &factor_with_infs;
   const BackendPtr world = make_world_backend();
   const TrainingResult result = single_process_reference::train_on_ranks(config, world);
@@ -65,16 +65,16 @@ std::vector<MakeOptimizer> optimizers() {
 
 TEST(MpiFoundInfConsensus, OneRankInfSkipsAllRanks) {
   for (const MakeOptimizer& optimizer : optimizers()) {
-    expect_decided_as_one({.optimizer = optimizer, .steps = 10, .all_ranks_identical = true});
-    expect_decided_as_one({.optimizer = optimizer, .steps = 10});
+    expect_found_inf_consensus({.optimizer = optimizer, .steps = 10, .all_ranks_identical = true});
+    expect_found_inf_consensus({.optimizer = optimizer, .steps = 10});
   }
 }
 
 // 200 iterations with more ranks than cores, where every collective waits for the scheduler.
 TEST(MpiFoundInfConsensus, HoldsForAThousandIterations) {
-  expect_decided_as_one({.optimizer = optimizers()[0],
-                         .steps = make_world_backend()->getSize() > 2 ? 200 : 1000,
-                         .all_ranks_identical = true});
+  expect_found_inf_consensus({.optimizer = optimizers()[0],
+                              .steps = make_world_backend()->getSize() > 2 ? 200 : 1000,
+                              .all_ranks_identical = true});
 }
 
 TEST(MpiFoundInfConsensus, HoldsForEveryStepSequence) {
@@ -88,7 +88,7 @@ TEST(MpiFoundInfConsensus, HoldsForEveryStepSequence) {
   };
   for (const StepFn& step : {StepFn(plain), StepFn(unscaled), StepFn(zeroing)}) {
     for (const MakeOptimizer& optimizer : optimizers()) {
-      expect_decided_as_one(
+      expect_found_inf_consensus(
           {.optimizer = optimizer, .steps = 10, .step = step, .all_ranks_identical = true});
     }
   }
@@ -96,7 +96,7 @@ TEST(MpiFoundInfConsensus, HoldsForEveryStepSequence) {
 
 TEST(MpiFoundInfConsensus, HysteresisIsEqualAcrossRanks) {
   for (const bool all_ranks_identical : {true, false}) {
-    expect_decided_as_one(
+    expect_found_inf_consensus(
         {.optimizer = optimizers()[0],
          .steps = 20,
          .scaler = {.init_scale = 1024, .growth_interval = 3, .min_scale = 64, .hysteresis = 3},
@@ -105,4 +105,4 @@ TEST(MpiFoundInfConsensus, HysteresisIsEqualAcrossRanks) {
 }
 
 }  // namespace
-}  // namespace one_decision_test
+}  // namespace found_inf_consensus_test

@@ -34,7 +34,7 @@ using test_support::message_of;
 struct OneWeight {
   explicit OneWeight(at::ScalarType dtype, std::optional<at::ScalarType> sent = std::nullopt)
       : weight(torch::zeros({3}, dtype).requires_grad_()),
-        all_reduce({weight}, make_world_backend(), {.reduce_dtype = sent}) {}
+        reducer({weight}, make_world_backend(), {.reduce_dtype = sent}) {}
   void backward(double gradient) {
     (weight * torch::full({3}, gradient, weight.scalar_type())).sum().backward();
   }
@@ -43,7 +43,7 @@ struct OneWeight {
         << weight.grad() << value;
   }
   at::Tensor weight;
-  GradReducer all_reduce;
+  GradReducer reducer;
 };
 
 // Values that are divisible by 1 to 4 ranks without rounding.
@@ -58,7 +58,7 @@ TEST(GradReducer, BackwardAveragesGradients) {
     one.backward(own(24));  // accumulates onto an average
     one.expect_gradient(36 * mean);
     {
-      const auto no_sync = one.all_reduce.no_sync();
+      const auto no_sync = one.reducer.no_sync();
       one.backward(own(12));
       one.expect_gradient(36 * mean + own(12));
     }
@@ -67,7 +67,7 @@ TEST(GradReducer, BackwardAveragesGradients) {
     one.weight.mutable_grad().mul_(0.5);  // as a user clips
     one.backward(own(12));
     one.expect_gradient(36 * mean);
-    one.all_reduce.buckets().zero_grad(/*set_to_none=*/false);
+    one.reducer.buckets().zero_grad(/*set_to_none=*/false);
     one.backward(own(12));
     one.expect_gradient(12 * mean);
   }
@@ -105,7 +105,7 @@ TEST(GradReducer, LowPrecisionGradsAreBitwiseEqualAcrossRanks) {
   const BackendPtr world = make_world_backend();
   for (const auto dtype : {at::kBFloat16, at::kHalf}) {
     Model model(dtype);
-    const GradReducer all_reduce(model->parameters(), world, kSmallBuckets);
+    const GradReducer reducer(model->parameters(), world, kSmallBuckets);
     torch::optim::SGD optimizer(model->parameters(), 0.1);
     for (const Batch& batch : batches(6)) {
       optimizer.zero_grad();
@@ -120,13 +120,13 @@ TEST(GradReducer, LowPrecisionGradsAreBitwiseEqualAcrossRanks) {
 TEST(GradReducer, BackwardThrowsAfterFailedBackward) {
   const BackendPtr world = make_world_backend();
   Model model;
-  GradReducer all_reduce(model->parameters(), world, kSmallBuckets);
+  GradReducer reducer(model->parameters(), world, kSmallBuckets);
   const Batch batch = batches(2)[0];
   const at::Tensor hidden = torch::tanh(model->left->forward(torch::ones({2, 45})));
   hidden.register_hook([](const at::Tensor&) -> at::Tensor { TORCH_CHECK(false, "on purpose"); });
   EXPECT_THAT(message_of([&] { model->out->forward(hidden).sum().backward(); }),
               testing::HasSubstr("on purpose"));
-  all_reduce.buckets().zero_grad();
+  reducer.buckets().zero_grad();
   if (world->getSize() == 1) return;  // a single rank cannot be out of sync
   EXPECT_THAT(message_of([&] { compute_loss(model, batch, 0).backward(); }),
               testing::HasSubstr("an earlier backward pass threw"));
@@ -140,7 +140,7 @@ TEST(GradReducer, ConstructorThrowsForDifferentBuckets) {
   const bool is_first = world->getRank() == 0;
   const std::vector<at::Tensor> parameters =
       is_first ? std::vector{one, other} : std::vector{other, one};
-  const std::string error = message_of([&] { const GradReducer all_reduce(parameters, world); });
+  const std::string error = message_of([&] { const GradReducer reducer(parameters, world); });
   EXPECT_EQ(
       error.find("where rank 0 has \"parameter 0: Float [3] in bucket 1") != std::string::npos,
       world->getSize() > 1)
@@ -152,8 +152,8 @@ TEST(GradReducer, ReducesFloat32GradsOfBfloat16Params) {
   const BackendPtr world = make_world_backend();
   const at::Tensor weight = torch::zeros({3}, at::kBFloat16).requires_grad_();
   weight.set_grad_dtype(at::kFloat);
-  GradReducer all_reduce({weight}, world);
-  EXPECT_EQ(all_reduce.buckets().buckets()[0].dtype, at::kFloat);
+  GradReducer reducer({weight}, world);
+  EXPECT_EQ(reducer.buckets().buckets()[0].dtype, at::kFloat);
   const int size = world->getSize();
   (weight.to(at::kFloat) * (world->getRank() == 0 ? 256 * size : size)).sum().backward();
   const auto expected = static_cast<float>(256 + size - 1);

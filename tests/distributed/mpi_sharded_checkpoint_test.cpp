@@ -20,7 +20,7 @@
 #include "single_process_reference.h"
 #include "test_backends.h"
 
-namespace sharded_files_test {
+namespace sharded_checkpoint_test {
 namespace {
 
 using distributed_test::available_world_sizes;
@@ -306,10 +306,10 @@ TEST(ShardedOptimizerCheckpoint, InvalidArchiveThrowsWithoutChanges) {
   Model model, alone;
   ShardedOptimizer<AdamW> optimizer(model->parameters(), backend, AdamWOptions(0.01),
                                     kSmallBuckets);
-  ShardedOptimizer<AdamW> undisturbed(alone->parameters(), backend, AdamWOptions(0.01),
-                                      kSmallBuckets);
+  ShardedOptimizer<AdamW> uninterrupted(alone->parameters(), backend, AdamWOptions(0.01),
+                                        kSmallBuckets);
   train(model, optimizer, 0, 2);
-  train(alone, undisturbed, 0, 2);
+  train(alone, uninterrupted, 0, 2);
   const at::Tensor other = torch::zeros({3}).requires_grad_();
   AdamW of_another_model({other}, AdamWOptions(0.5));
   EXPECT_THAT(message_of([&] { load_from_string(optimizer, save_to_string(of_another_model)); }),
@@ -325,9 +325,9 @@ TEST(ShardedOptimizerCheckpoint, InvalidArchiveThrowsWithoutChanges) {
               HasSubstr("another model's"));
   EXPECT_EQ(optimizer.param_groups()[0].options().get_lr(), 0.01);
   train(model, optimizer, 2, 4);
-  train(alone, undisturbed, 2, 4);
+  train(alone, uninterrupted, 2, 4);
   single_process_reference::expect_equal(model, alone, "the failed loads changed nothing");
 }
 
 }  // namespace
-}  // namespace sharded_files_test
+}  // namespace sharded_checkpoint_test

@@ -109,8 +109,9 @@ struct SideBySide {
 
 /// With a scaler that skips the second step, changing learning rates, and one step without scaler.
 template <class Optimizer, class Options>
-void expect_the_bits_of_one(const Options& options, at::ScalarType dtype, const std::string& what,
-                            const mezzo::optim::WeightStorageOptions& weights = {}) {
+void expect_matches_unsharded_bitwise(const Options& options, at::ScalarType dtype,
+                                      const std::string& what,
+                                      const mezzo::optim::WeightStorageOptions& weights = {}) {
   SideBySide<Optimizer> both(options, dtype, weights);
   both.sharded.set_lr_factors({0.25, 0.5, 1.0});
   both.whole.set_lr_factors({0.25, 0.5, 1.0});
@@ -132,18 +133,22 @@ void expect_the_bits_of_one(const Options& options, at::ScalarType dtype, const 
 
 TEST(ShardedOptimizer, MatchesUnshardedOptimizerBitwise) {
   using namespace mezzo::optim;  // NOLINT(google-build-using-namespace)
-  expect_the_bits_of_one<AdamW>(AdamWOptions(0.01).weight_decay(0.1), at::kFloat, "AdamW");
-  expect_the_bits_of_one<AdamW>(AdamWOptions(0.01).amsgrad(true), at::kFloat, "amsgrad");
-  expect_the_bits_of_one<Adam>(AdamOptions(0.01).weight_decay(0.1), at::kDouble, "Adam, double");
-  expect_the_bits_of_one<SGD>(SGDOptions(0.05).momentum(0.9).nesterov(true), at::kFloat, "SGD");
-  expect_the_bits_of_one<SGD>(SGDOptions(0.05), at::kFloat, "SGD without momentum");
-  expect_the_bits_of_one<Lion>(LionOptions(0.01), at::kFloat, "Lion");
+  expect_matches_unsharded_bitwise<AdamW>(AdamWOptions(0.01).weight_decay(0.1), at::kFloat,
+                                          "AdamW");
+  expect_matches_unsharded_bitwise<AdamW>(AdamWOptions(0.01).amsgrad(true), at::kFloat, "amsgrad");
+  expect_matches_unsharded_bitwise<Adam>(AdamOptions(0.01).weight_decay(0.1), at::kDouble,
+                                         "Adam, double");
+  expect_matches_unsharded_bitwise<SGD>(SGDOptions(0.05).momentum(0.9).nesterov(true), at::kFloat,
+                                        "SGD");
+  expect_matches_unsharded_bitwise<SGD>(SGDOptions(0.05), at::kFloat, "SGD without momentum");
+  expect_matches_unsharded_bitwise<Lion>(LionOptions(0.01), at::kFloat, "Lion");
 }
 
 TEST(ShardedOptimizer, LowPrecisionWeightsMatchBitwise) {
   using namespace mezzo::optim;  // NOLINT(google-build-using-namespace)
   const auto expect_with = [](WeightStorage storage, at::ScalarType dtype, const char* what) {
-    expect_the_bits_of_one<AdamW>(AdamWOptions(0.01), dtype, what, {.weight_storage = storage});
+    expect_matches_unsharded_bitwise<AdamW>(AdamWOptions(0.01), dtype, what,
+                                            {.weight_storage = storage});
   };
   expect_with(WeightStorage::fp32_master, at::kBFloat16, "master, bfloat16");
   expect_with(WeightStorage::fp32_master, at::kHalf, "master, half");

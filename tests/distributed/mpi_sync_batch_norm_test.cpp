@@ -66,8 +66,8 @@ struct SyncBatchNormTest : testing::Test {
   }
 
   /// Compares three training steps with BatchNorm on the whole batch, forward and backward.
-  void expect_that_of_the_whole_batch(const SplitBatch& batch, const BatchNormOptions& options,
-                                      double tolerance) {
+  void expect_matches_batch_norm(const SplitBatch& batch, const BatchNormOptions& options,
+                                 double tolerance) {
     const int rank = world->getRank();
     SyncBatchNorm own(options, world);
     BatchNorm2d whole(options);
@@ -107,7 +107,7 @@ struct SyncBatchNormTest : testing::Test {
 
 TEST_F(SyncBatchNormTest, MatchesBatchNormWithUnevenBatches) {
   for (const auto& rows : {even(world->getSize()), uneven(world->getSize())}) {
-    expect_that_of_the_whole_batch(SplitBatch(rows), BatchNormOptions(kChannels), 1e-10);
+    expect_matches_batch_norm(SplitBatch(rows), BatchNormOptions(kChannels), 1e-10);
   }
 }
 
@@ -115,16 +115,16 @@ TEST_F(SyncBatchNormTest, SupportsBatchNormOptions) {
   for (const auto& options : {BatchNormOptions(kChannels).affine(false).eps(0.5),
                               BatchNormOptions(kChannels).momentum(std::nullopt),
                               BatchNormOptions(kChannels).track_running_stats(false)}) {
-    expect_that_of_the_whole_batch(SplitBatch(even(world->getSize())), options, 1e-10);
+    expect_matches_batch_norm(SplitBatch(even(world->getSize())), options, 1e-10);
   }
 }
 
 // The sum of squares of this input overflows float16, and exceeds the precision of bfloat16.
 TEST_F(SyncBatchNormTest, LowPrecisionInputsUseFloat32Statistics) {
-  expect_that_of_the_whole_batch(SplitBatch(even(world->getSize()), at::kHalf),
-                                 BatchNormOptions(kChannels), 4e-3);
-  expect_that_of_the_whole_batch(SplitBatch(even(world->getSize()), at::kBFloat16),
-                                 BatchNormOptions(kChannels), 3e-2);
+  expect_matches_batch_norm(SplitBatch(even(world->getSize()), at::kHalf),
+                            BatchNormOptions(kChannels), 4e-3);
+  expect_matches_batch_norm(SplitBatch(even(world->getSize()), at::kBFloat16),
+                            BatchNormOptions(kChannels), 3e-2);
   const SplitBatch batch(even(world->getSize()), at::kHalf);
   SyncBatchNorm norm(BatchNormOptions(kChannels).momentum(1.0), world);
   (void)norm->forward(batch.part(batch.x, world->getRank()));

@@ -31,15 +31,15 @@ at::Tensor make_leaf(double value) { return torch::full({3}, value).requires_gra
 TEST(ReducerReplacement, NewReducerSurvivesOldReducer) {
   const at::Tensor weight = make_leaf(1);
   const std::vector<at::Tensor> parameters{weight};
-  auto all_reduce = std::make_unique<GradReducer>(parameters, make_fake_backend(2));
+  auto reducer = std::make_unique<GradReducer>(parameters, make_fake_backend(2));
   // The new reducer is constructed before the old one is destroyed.
   std::vector<std::string> log;
-  all_reduce =
+  reducer =
       std::make_unique<GradReducer>(parameters, make_recording_backend(make_fake_backend(2), log));
   log.clear();
   weight.sum().backward();
   EXPECT_THAT(log, testing::ElementsAre("average", "max"));
-  all_reduce.reset();
+  reducer.reset();
   EXPECT_EQ(torch::autograd::impl::post_acc_grad_hooks(weight), nullptr);
 }
 
@@ -71,9 +71,9 @@ struct SmallNetImpl : torch::nn::Module {
 TORCH_MODULE(SmallNet);
 
 using SmallDdp = DistributedDataParallel<SmallNet>;
-using HardTrain = std::function<void(SmallNet&, std::unique_ptr<SmallDdp>&, int ranks)>;
+using TrainFn = std::function<void(SmallNet&, std::unique_ptr<SmallDdp>&, int ranks)>;
 
-void expect_same_as_alone(const HardTrain& train) {
+void expect_equal_for_all_world_sizes(const TrainFn& train) {
   std::vector<at::Tensor> expected;
   for (const int ranks : {1, 2, 4}) {
     SmallNet net;
@@ -93,7 +93,7 @@ void expect_same_as_alone(const HardTrain& train) {
 const mezzo::optim::SGDOptions kSgd = mezzo::optim::SGDOptions(1e-2).momentum(0.9);
 
 TEST(ReducerReplacement, NewDdpUnderSameOptimizer) {
-  expect_same_as_alone([](SmallNet& net, std::unique_ptr<SmallDdp>& ddp, int ranks) {
+  expect_equal_for_all_world_sizes([](SmallNet& net, std::unique_ptr<SmallDdp>& ddp, int ranks) {
     mezzo::optim::SGD optimizer(net->parameters(), kSgd);
     for (int64_t i = 0; i < 4; ++i) {
       if (i % 2 == 0) net->zero_grad();
@@ -109,7 +109,7 @@ TEST(ReducerReplacement, NewDdpUnderSameOptimizer) {
 }
 
 TEST(ReducerReplacement, OptimizerAndDdpDestroyedInAnyOrder) {
-  expect_same_as_alone([](SmallNet& net, std::unique_ptr<SmallDdp>& ddp, int) {
+  expect_equal_for_all_world_sizes([](SmallNet& net, std::unique_ptr<SmallDdp>& ddp, int) {
     auto optimizer = std::make_unique<mezzo::optim::SGD>(net->parameters(), kSgd);
     net->loss(0).backward();
     optimizer = std::make_unique<mezzo::optim::SGD>(net->parameters(), kSgd);
@@ -123,7 +123,7 @@ TEST(ReducerReplacement, OptimizerAndDdpDestroyedInAnyOrder) {
 }
 
 TEST(ReducerReplacement, EveryWayToZeroGrads) {
-  expect_same_as_alone([](SmallNet& net, std::unique_ptr<SmallDdp>& ddp, int) {
+  expect_equal_for_all_world_sizes([](SmallNet& net, std::unique_ptr<SmallDdp>& ddp, int) {
     mezzo::optim::SGD optimizer(net->parameters(), kSgd);
     for (int64_t i = 0; i < 14; ++i) {
       net->loss(i).backward();
@@ -152,7 +152,7 @@ TEST(ReducerReplacement, EveryWayToZeroGrads) {
 TEST(ReducerReplacement, ThrowsForModelCastAfterConstruction) {
   for (const at::ScalarType dtype : {at::kBFloat16, at::kDouble}) {
     torch::nn::Linear net(3, 3);
-    const GradReducer all_reduce(net->parameters(), make_fake_backend(2));
+    const GradReducer reducer(net->parameters(), make_fake_backend(2));
     net->to(dtype);
     EXPECT_THAT(message_of([&] {
                   net(torch::ones({2, 3}, dtype)).sum().backward();

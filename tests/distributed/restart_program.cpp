@@ -83,12 +83,12 @@ void train(BackendPtr world, const std::filesystem::path& directory, int64_t ste
   say("own " + std::to_string(world->getRank()) + ' ' + digest_of(own));
 }
 
-int run(const std::string& way, const std::filesystem::path& directory, int64_t steps) {
+int run(const std::string& mode, const std::filesystem::path& directory, int64_t steps) {
   const auto environment = mezzo::DistributedEnvironment::from_env();
   const BackendPtr world = mezzo::make_gloo_backend(mezzo::rendezvous_store(environment, 60s),
                                                     environment.rank, environment.world_size, 30s);
   const torch::nn::Sequential model = make_model();
-  if (way == "zero") {
+  if (mode == "zero") {
     mezzo::ShardedOptimizer<AdamW> optimizer(model->parameters(), world, AdamWOptions(1e-3));
     train(world, directory, steps, model, optimizer, [&](const at::Tensor& x) {
       return at::Tensor(torch::nn::Sequential(model)->forward(x));

@@ -41,12 +41,12 @@ struct Outcome {
 
 /// Runs to the end, and kills a random rank after about five steps in each of the first `kills`
 /// attempts.
-Outcome run(const std::string& launcher, const std::string& way, const TempDir& directory,
+Outcome run(const std::string& launcher, const std::string& mode, const TempDir& directory,
             int steps, int kills) {
   const std::string command = "exec env OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo " +
                               (MEZZO_TORCHRUN + (' ' + launcher)) + " --nproc-per-node " +
                               std::to_string(kRanks) + " --max-restarts 99 --no-python " +
-                              MEZZO_RESTART_PROGRAM + ' ' + way + ' ' + directory.path().string() +
+                              MEZZO_RESTART_PROGRAM + ' ' + mode + ' ' + directory.path().string() +
                               ' ' + std::to_string(steps) + " 2>&1";
   std::mt19937 random(7);  // NOLINT: the same each time
   Outcome outcome;
@@ -95,23 +95,23 @@ TEST_P(TorchrunRestart, RandomKillsEndBitwiseIdentical) {
   const char* const kill_rounds = std::getenv("MEZZO_KILL_ROUNDS");
   const int kills = kill_rounds == nullptr ? 3 : std::atoi(kill_rounds);
   const int steps = 3 * kills + 8;
-  const auto& [rendezvous, way] = GetParam();
+  const auto& [rendezvous, mode] = GetParam();
   const bool is_static = rendezvous == "Static";
   const auto launcher = [&] {
     return is_static ? "--nnodes 1 --node-rank 0 --master-addr 127.0.0.1 --master-port " +
                            std::to_string(free_port())
                      : std::string("--standalone");
   };
-  const TempDir undisturbed_folder, directory;
-  const Outcome undisturbed = run(launcher(), way, undisturbed_folder, steps, 0);
-  ASSERT_EQ(undisturbed.status, 0) << undisturbed.printed;
-  ASSERT_EQ(undisturbed.digests.size(), 4U);
-  EXPECT_THAT(undisturbed.printed, testing::Not(testing::HasSubstr("ailed to bind")));
-  const Outcome outcome = run(launcher(), way, directory, steps, kills);
+  const TempDir uninterrupted_directory, directory;
+  const Outcome uninterrupted = run(launcher(), mode, uninterrupted_directory, steps, 0);
+  ASSERT_EQ(uninterrupted.status, 0) << uninterrupted.printed;
+  ASSERT_EQ(uninterrupted.digests.size(), 4U);
+  EXPECT_THAT(uninterrupted.printed, testing::Not(testing::HasSubstr("ailed to bind")));
+  const Outcome outcome = run(launcher(), mode, directory, steps, kills);
   SCOPED_TRACE(outcome.printed);
   EXPECT_EQ(outcome.status, 0);
   EXPECT_EQ(outcome.kills, kills);
-  EXPECT_EQ(outcome.digests, undisturbed.digests);
+  EXPECT_EQ(outcome.digests, uninterrupted.digests);
   EXPECT_LT(outcome.longest_recovery, 60.) << "seconds until all ranks had restarted";
   std::cout << outcome.kills << " kills, at most " << outcome.longest_recovery
             << " s until the next step\n";

@@ -86,17 +86,19 @@ class DistributedCheckpointManager {
     const auto pickles = detail::all_gather_strings(backend_, {bytes.begin(), bytes.end()});
     const std::string result = detail::run_on_rank0(backend_, kCaller, [&] {
       detail::check_saveable("CheckpointManager::save", entries, step);
-      detail::PythonDict ranks = detail::make_dict();  // lists of values, by name
+      detail::PythonDict values_by_rank = detail::make_dict();  // lists of values, by name
       for (const std::string& pickle : pickles) {
         for (const auto& value :
              torch::jit::pickle_load({pickle.begin(), pickle.end()}).toGenericDict()) {
-          if (!ranks.contains(value.key())) ranks.insert(value.key(), detail::make_list());
-          ranks.at(value.key()).toList().push_back(value.value());
+          if (!values_by_rank.contains(value.key()))
+            values_by_rank.insert(value.key(), detail::make_list());
+          values_by_rank.at(value.key()).toList().push_back(value.value());
         }
       }
-      const bool has_ranks = pickles.size() > 1 && !ranks.empty();
+      const bool has_per_rank_values = pickles.size() > 1 && !values_by_rank.empty();
       const SavedCheckpoint saved = manager_.write(
-          detail::make_root_dict(values, step, has_ranks ? c10::IValue(ranks) : c10::IValue()),
+          detail::make_root_dict(values, step,
+                                 has_per_rank_values ? c10::IValue(values_by_rank) : c10::IValue()),
           step);
       return std::to_string(saved.size_bytes) + ' ' + saved.path.filename().string();
     });
@@ -172,7 +174,7 @@ class DistributedCheckpointManager {
     std::ostringstream lines;
     lines << call << '\n';
     const std::string failure = detail::get_error_message([&] {
-      detail::check_not_averaged();
+      detail::check_no_ema_guard();
       TORCH_CHECK(!state.entries().empty(),
                   "the state is empty; add the objects of the training run, as in "
                   "state.add(\"model\", model)");

@@ -188,7 +188,7 @@ class MpiBackend final : public c10d::Backend {
                 " times its size, but is ", detail::describe(output));
     const at::Tensor source = input.is_alias_of(output) ? input.detach().clone() : input.detach();
     return enqueue(std::move(call), {output},
-                   [this, source, all = output.detach()] { gather(source, all); });
+                   [this, source, all = output.detach()] { all_gather(source, all); });
   }
 
   /// Completes when all ranks have called it.
@@ -330,7 +330,7 @@ class MpiBackend final : public c10d::Backend {
     return c10::str(collective, " of ", tensor.numel(), " ", c10::toString(tensor.scalar_type()));
   }
 
-  void gather(const at::Tensor& source, const at::Tensor& all) const {
+  void all_gather(const at::Tensor& source, const at::Tensor& all) const {
     const int numel = static_cast<int>(source.numel());
     MPI_Datatype type = detail::get_opaque_datatype(source);
     detail::check_mpi(MPI_Allgather(source.const_data_ptr(), numel, type, all.mutable_data_ptr(),
@@ -357,7 +357,7 @@ class MpiBackend final : public c10d::Backend {
     }
     if (reduction == c10d::ReduceOp::AVG) reduced.div_(size_);
     reduced = reduced.to(flat.scalar_type());
-    gather(reduced, chunks);
+    all_gather(reduced, chunks);
     flat.copy_(chunks.view({-1}).narrow(0, 0, flat.numel()));
   }
 

@@ -23,7 +23,7 @@ def get_digests(ranks):
     return [[line for line in rank.lines if line.startswith(("end ", "own "))] for rank in ranks]
 
 
-def run_undisturbed(mode, steps):
+def run_uninterrupted(mode, steps):
     """Runs all ranks on one node."""
     with Nodes(1) as node, tempfile.TemporaryDirectory() as directory:
         return get_digests(start_run(node, mode, directory, steps, ranks_per_node=4))
@@ -32,13 +32,13 @@ def run_undisturbed(mode, steps):
 class TwoNodes(unittest.TestCase):
     def test_two_nodes_match_one_node_bitwise(self):
         for mode in ("ddp", "zero"):
-            expected = run_undisturbed(mode, steps=8)
+            expected = run_uninterrupted(mode, steps=8)
             self.assertEqual(len({lines[0] for lines in expected}), 1)
             with self.subTest(mode), Nodes(2) as nodes, tempfile.TemporaryDirectory() as directory:
                 self.assertEqual(get_digests(start_run(nodes, mode, directory, steps=8)), expected)
 
     def test_slow_link_matches_bitwise(self):
-        expected = run_undisturbed("ddp", steps=8)
+        expected = run_uninterrupted("ddp", steps=8)
         with Nodes(2, megabits=50) as nodes, tempfile.TemporaryDirectory() as directory:
             ranks = start_run(nodes, "ddp", directory, steps=8)
             self.assertEqual(get_digests(ranks), expected)
@@ -57,7 +57,7 @@ class TwoNodes(unittest.TestCase):
                           f"{TIMEOUT} s")
                     did = max(int(line.split()[1]) for line in ranks[0].lines if line.startswith("did "))
                 self.assertNotIn(0, statuses, "\n".join(rank.text() for rank in ranks))
-                expected = run_undisturbed(mode, steps=did + 3)
+                expected = run_uninterrupted(mode, steps=did + 3)
                 with Nodes(1) as node:
                     ranks = start_run(node, mode, directory, steps=did + 3, ranks_per_node=4)
                     self.assertEqual(get_digests(ranks), expected)

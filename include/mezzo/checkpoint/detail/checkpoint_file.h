@@ -33,9 +33,9 @@
 // A checkpoint is a zip archive as Python's torch.save writes it. Its pickle is the dict
 //
 //   {"model": {"0.weight": tensor, ...}, "epoch": 7, ...,
-//    "mezzo": {"format": 2, "step": 3400, "ranks": {"position": [3, 5]}}}
+//    "mezzo": {"format": 2, "step": 3400, "per_rank": {"position": [3, 5]}}}
 //
-// "ranks" has the values of all ranks for per-rank objects; the top level has rank 0's.
+// "per_rank" has the values of all ranks for per-rank objects; the top level has rank 0's.
 //
 // The zip comment ends with the CRC-32C of all preceding bytes, which is verified before anything
 // else is read. (libtorch's reader does not verify the CRC-32 of zip entries, and that would not
@@ -223,12 +223,12 @@ class MappedFile {
 struct CheckpointContents {
   std::int64_t step = 0;
   PythonDict values = make_dict();  ///< by name
-  c10::IValue ranks{};              ///< by name, a list of values by rank; None for one process
-  bool is_training_state = false;   ///< false for files that Python wrote and for bare state_dicts
+  c10::IValue per_rank_values{};    ///< by name, a list of values by rank; None for one process
+  bool has_mezzo_metadata = false;  ///< false for files that Python wrote and for bare state_dicts
 };
 
 /// Reads the root object of a file. Tensors are on the CPU and alias its memory.
-inline c10::IValue read_values(const std::shared_ptr<MappedFile>& file) {
+inline c10::IValue read_root_object(const std::shared_ptr<MappedFile>& file) {
   const ZipDirectory zip(file->bytes(), file->comment_size());
   if (zip.has("constants.pkl")) {
     throw_not_a_checkpoint("torch::save wrote it, and torch::load reads it");
@@ -269,7 +269,7 @@ inline CheckpointContents read_checkpoint(const std::filesystem::path& path) {
               " is a checkpoint of format ", format, ", and this version of mezzo reads format ",
               kCheckpointFormat, ": update mezzo, or move the file elsewhere");
   try {
-    const c10::IValue root_dict = read_values(file);
+    const c10::IValue root_dict = read_root_object(file);
     TORCH_CHECK(root_dict.isGenericDict(), "it contains ", describe_type(root_dict),
                 " instead of a dict of objects by name");
     CheckpointContents contents;
@@ -278,11 +278,11 @@ inline CheckpointContents read_checkpoint(const std::filesystem::path& path) {
       contents.values.insert(entry.key(), entry.value());
     }
     const c10::IValue metadata = get_item(root_dict, kMezzoKey);
-    contents.is_training_state = !format.empty() && metadata.isGenericDict();
-    if (!contents.is_training_state) return contents;
+    contents.has_mezzo_metadata = !format.empty() && metadata.isGenericDict();
+    if (!contents.has_mezzo_metadata) return contents;
     (void)contents.values.erase(kMezzoKey);
     contents.step = get_item(metadata, "step").toInt();
-    contents.ranks = get_item(metadata, "ranks");
+    contents.per_rank_values = get_item(metadata, "per_rank");
     return contents;
   } catch (const InvalidCheckpointError&) {
     throw;

@@ -70,7 +70,7 @@ MEZZO_INLINE SavedCheckpoint CheckpointManager::save(const TrainingState& state,
   const auto& entries = state.entries();
   detail::check_saveable("CheckpointManager::save", entries, step);
   if (!warned_nonfinite_) {
-    const std::string warning = detail::find_nonfinite_buffer(entries);
+    const std::string warning = detail::get_nonfinite_buffer_warning(entries);
     warned_nonfinite_ = !warning.empty();
     if (warned_nonfinite_) warn("saving a checkpoint, but " + warning);
   }
@@ -201,7 +201,7 @@ MEZZO_INLINE SavedCheckpoint save_checkpoint(const std::filesystem::path& path,
                                              const TrainingState& state, std::int64_t step) {
   const auto& entries = state.entries();
   detail::check_saveable("save_checkpoint", entries, step);
-  if (const auto warning = detail::find_nonfinite_buffer(entries); !warning.empty()) {
+  if (const auto warning = detail::get_nonfinite_buffer_warning(entries); !warning.empty()) {
     TORCH_WARN_ONCE("saving a checkpoint, but ", warning);
   }
   return detail::replace_checkpoint_file(

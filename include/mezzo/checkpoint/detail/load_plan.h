@@ -71,7 +71,7 @@ inline void check_names(const std::string& path, const CheckpointContents& conte
 /// module, if the module is the only entry.
 inline void wrap_state_dict(CheckpointContents& contents,
                             const std::vector<CheckpointEntry>& entries) {
-  if (contents.is_training_state || entries.size() != 1 || !entries[0].stateful.state_dict) return;
+  if (contents.has_mezzo_metadata || entries.size() != 1 || !entries[0].stateful.state_dict) return;
   for (const auto& value : contents.values) {
     if (!value.value().isTensor()) return;
   }
@@ -111,7 +111,7 @@ inline c10::IValue cast_state_dict(const c10::IValue& state_dict, const std::str
 inline Stateful::ApplyFn plan_entry(const CheckpointEntry& entry,
                                     const CheckpointContents& contents, const ParameterFqns& names,
                                     RankInfo rank_info, std::vector<std::string>& notes) {
-  const c10::IValue per_rank = get_item(contents.ranks, entry.name);
+  const c10::IValue per_rank = get_item(contents.per_rank_values, entry.name);
   const auto saved_world_size =
       static_cast<std::int64_t>(per_rank.isNone() ? 1 : per_rank.toListRef().size());
   const std::string name = '"' + entry.name + '"';
@@ -127,7 +127,7 @@ inline Stateful::ApplyFn plan_entry(const CheckpointEntry& entry,
   }
   if (saved_world_size > 1) notes.push_back(name + " is loaded from rank 0: it was " + saved_by);
   const c10::IValue value = contents.values.at(entry.name);
-  const bool may_cast = !contents.is_training_state && entry.stateful.state_dict;
+  const bool may_cast = !contents.has_mezzo_metadata && entry.stateful.state_dict;
   return entry.stateful.load(
       may_cast ? cast_state_dict(value, entry.name, entry.stateful.state_dict(), notes) : value,
       names);
@@ -137,7 +137,7 @@ inline Stateful::ApplyFn plan_entry(const CheckpointEntry& entry,
 inline LoadPlan make_load_plan(const std::filesystem::path& path,
                                const std::vector<CheckpointEntry>& entries, bool ignore_unexpected,
                                RankInfo rank_info = {}) {
-  check_not_averaged();
+  check_no_ema_guard();
   CheckpointContents contents = read_checkpoint(path);
   wrap_state_dict(contents, entries);
   LoadPlan plan{.path = path, .step = contents.step};

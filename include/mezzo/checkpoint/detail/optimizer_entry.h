@@ -35,11 +35,12 @@ namespace detail {
 inline std::string archive_class_name(const OptimizerRef& optimizer) {
   const torch::optim::Optimizer& stepped = optimizer.optimizer();
   std::string name = archive_class_name(stepped);
-  const optim::MixedPrecisionOptimizer* const fused = optimizer.mixed_precision();
-  if (fused == nullptr || dynamic_cast<const torch::optim::Optimizer*>(fused) != nullptr) {
+  const optim::MixedPrecisionOptimizer* const mixed_precision = optimizer.mixed_precision();
+  if (mixed_precision == nullptr ||
+      dynamic_cast<const torch::optim::Optimizer*>(mixed_precision) != nullptr) {
     return name;
   }
-  return archive_class_name(c10::demangle(typeid(*fused).name())) + " of " + name;
+  return archive_class_name(c10::demangle(typeid(*mixed_precision).name())) + " of " + name;
 }
 
 /// Returns the weight storage of a mezzo optimizer; empty for one without 16-bit weights and for
@@ -127,20 +128,20 @@ inline std::vector<std::vector<std::string>> read_parameter_signatures(const c10
 }
 
 /// Checks an optimizer state that mezzo or Python saved.
-inline void check_optimizer(const c10::IValue& saved, const OptimizerRef& any,
+inline void check_optimizer(const c10::IValue& saved, const OptimizerRef& optimizer,
                             const ParameterFqns& names) {
   const bool is_custom = get_item(saved, kCustomArchiveKey).isGenericDict();
   const c10::IValue inner = is_optimizer_state(saved) ? saved : get_item(saved, "optimizer");
   check_type(is_custom || is_optimizer_state(inner), saved, "an optimizer's state");
   const c10::IValue saved_class = get_item(saved, "class");  // None for Python's files
-  const std::string name = archive_class_name(any);
+  const std::string name = archive_class_name(optimizer);
   TORCH_CHECK(saved_class.isNone() || saved_class.toStringRef() == name,
               "class mismatch: ", saved_class.toStringRef(), " in the checkpoint, ", name,
               " in the current state. In C++: construct an optimizer of the saved class, or leave "
               "it out of the state, load with {.ignore_unexpected = true}, and reinitialize its "
               "moments");
   const auto saved_groups = read_parameter_signatures(saved, inner);
-  const auto& groups = any.optimizer().param_groups();
+  const auto& groups = optimizer.optimizer().param_groups();
   TORCH_CHECK(saved_groups.size() == groups.size(),
               "loaded state dict has a different number of parameter groups: ", saved_groups.size(),
               " in the checkpoint, ", groups.size(), " in the current optimizer");
@@ -166,18 +167,18 @@ inline void check_optimizer(const c10::IValue& saved, const OptimizerRef& any,
   }
   if (!saved_class.isNone()) {
     const std::string& saved_storage = get_item(saved, "weight_storage").toStringRef();
-    const std::string storage = weight_storage_name(any.optimizer());
+    const std::string storage = weight_storage_name(optimizer.optimizer());
     TORCH_CHECK(saved_storage == storage || saved_storage.empty() || storage.empty() ||
                     saved_storage == "plain",
                 "weight storage mismatch: ", saved_storage, " in the checkpoint, ", storage,
                 " in the current optimizer");
   }
-  auto archive = make_optimizer_archive(saved, any);
+  auto archive = make_optimizer_archive(saved, optimizer);
   if (const auto* const checker =
-          dynamic_cast<const optim::ArchiveChecker*>(any.mixed_precision())) {
+          dynamic_cast<const optim::ArchiveChecker*>(optimizer.mixed_precision())) {
     checker->check_load(archive);  // MasterWeights is not a torch::optim::Optimizer
   } else {
-    check_load(archive, any.optimizer());
+    check_load(archive, optimizer.optimizer());
   }
 }
 

@@ -27,7 +27,7 @@ inline void check_saveable(const char* caller, const std::vector<CheckpointEntry
 }
 
 /// \throws c10::Error while an EmaGuard replaces weights by averages
-inline void check_not_averaged() {
+inline void check_no_ema_guard() {
   TORCH_CHECK(
       averaged_parameters().withLock([](const auto& all) { return all.empty(); }),
       "a parameter holds an average while an EmaGuard is alive; destroy the guard first (to "
@@ -36,7 +36,7 @@ inline void check_not_averaged() {
 
 /// Returns a warning about the first module buffer with inf or NaN, or an empty string.
 /// Synchronizes with the devices of the buffers.
-inline std::string find_nonfinite_buffer(const std::vector<CheckpointEntry>& entries) {
+inline std::string get_nonfinite_buffer_warning(const std::vector<CheckpointEntry>& entries) {
   const ParameterFqns parameters = get_parameter_fqns(entries);
   for (const CheckpointEntry& entry : entries) {
     if (!entry.stateful.state_dict) continue;
@@ -56,7 +56,7 @@ inline std::string find_nonfinite_buffer(const std::vector<CheckpointEntry>& ent
 
 /// Returns the values of all objects by name. Tensors are not copied.
 inline PythonDict collect_values(const std::vector<CheckpointEntry>& entries) {
-  check_not_averaged();
+  check_no_ema_guard();
   const ParameterFqns names = get_parameter_fqns(entries);
   PythonDict values = make_dict();
   for (const CheckpointEntry& entry : entries) {
@@ -71,11 +71,11 @@ inline PythonDict collect_values(const std::vector<CheckpointEntry>& entries) {
 
 /// Returns the dict that a checkpoint stores: `values`, and metadata under "mezzo".
 inline c10::IValue make_root_dict(const PythonDict& values, std::int64_t step,
-                                  const c10::IValue& ranks = {}) {
+                                  const c10::IValue& per_rank_values = {}) {
   PythonDict metadata = make_dict();
   metadata.insert("format", std::int64_t{2});
   metadata.insert("step", step);
-  if (!ranks.isNone()) metadata.insert("ranks", ranks);
+  if (!per_rank_values.isNone()) metadata.insert("per_rank", per_rank_values);
   PythonDict root_dict = values.copy();
   root_dict.insert(kMezzoKey, metadata);
   return root_dict;

@@ -65,7 +65,7 @@ MEZZO_INLINE at::Tensor FusedOptimizerBase::master_param(const at::Tensor& param
               ": WeightStorage::split_master has no master tensor; clip with "
               "scaler.step(optimizer, {.max_norm = ...}), or use WeightStorage::fp32_master");
   if (storage != WeightStorage::fp32_master) return parameter;
-  check_not_averaged(parameter, description());
+  check_no_ema_guard(parameter, description());
   const NoGradInferenceGuard no_grad;
   FusedParamStateBase& fused_state = get_or_create_state(parameter);
   check_state_shape(fused_state.master, "a master", parameter, description());
@@ -653,7 +653,7 @@ MEZZO_INLINE void FusedOptimizerBase::save(torch::serialize::OutputArchive& arch
     for (const at::Tensor& parameter : param_groups_[group].params()) {
       const auto found = state_.find(parameter.unsafeGetTensorImpl());
       if (found == state_.end()) continue;
-      check_not_averaged(parameter, description());
+      check_no_ema_guard(parameter, description());
       serialized.state()[found->first] = serialized_state(parameter, *found->second);
     }
   }

@@ -112,7 +112,7 @@ MEZZO_INLINE MasterWeights::MasterWeights(torch::optim::Optimizer& optimizer) : 
 
 MEZZO_INLINE at::Tensor MasterWeights::master_param(const at::Tensor& parameter) {
   if (!detail::is_low_precision(parameter)) return parameter;
-  detail::check_not_averaged(parameter, description());
+  detail::check_no_ema_guard(parameter, description());
   detail::MasterState& state = get_master_state(parameter);
   state.expose_master(parameter);
   return state.master;
@@ -158,7 +158,7 @@ MEZZO_INLINE StepPlan MasterWeights::plan() {
   StepPlan plan = detail::make_torch_plan(*inner_, /*has_masters=*/true);
   for (const StepPlan::Param& param : plan.params) {
     if (param.storage == optim::WeightStorage::fp32_master) {
-      detail::check_not_averaged(*param.parameter, description());
+      detail::check_no_ema_guard(*param.parameter, description());
     }
   }
   return plan;

@@ -137,7 +137,7 @@ inline void check_dense_gradient(const at::Tensor& parameter,
 
 /// \throws c10::Error while an EmaGuard replaces `parameter` by its average, which would end up in
 ///   a master or an archive
-inline void check_not_averaged(const at::Tensor& parameter, const OptimizerDescription& optimizer) {
+inline void check_no_ema_guard(const at::Tensor& parameter, const OptimizerDescription& optimizer) {
   TORCH_CHECK(!is_averaged(parameter), optimizer, ": ", optimizer.describe_param(parameter),
               " holds an average while an EmaGuard is alive; end its scope first");
 }
