@@ -112,8 +112,8 @@ class Run {
 
   /// Prints progress every few seconds.
   void print_progress(const mezzo::StepMetrics& record) {
-    seconds_ += record.seconds;
-    tokens_ += record.tokens_per_second.value_or(0) * record.seconds;
+    seconds_ += record.step_seconds;
+    tokens_ += record.tokens_per_second.value_or(0) * record.step_seconds;
     const auto now = std::chrono::steady_clock::now();
     if (now - last_printed_ < std::chrono::seconds(5) && record.step != last_step()) return;
     last_printed_ = now;

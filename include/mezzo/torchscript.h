@@ -130,7 +130,7 @@ class ScriptModuleImpl : public torch::nn::Module {
       register_buffer(item.name, item.value);
     }
     for (const auto& item : script_.named_children()) {
-      scripts_.push_back(
+      script_children_.push_back(
           register_module(item.name, std::make_shared<ScriptModuleImpl>(item.value)));
     }
   }
@@ -162,7 +162,7 @@ class ScriptModuleImpl : public torch::nn::Module {
       item.value().set_data(current);
       script_._ivalue()->setAttr(item.key(), item.value());
     }
-    for (const auto& child : scripts_) child->sync_buffers();
+    for (const auto& child : script_children_) child->sync_buffers();
   }
 
   const torch::jit::Module& script() const noexcept { return script_; }
@@ -225,7 +225,7 @@ class ScriptModuleImpl : public torch::nn::Module {
   /// with the dtype of the first call, and cache that graph: op overrides would have no effect, and
   /// backward would throw after a call in another dtype.
   c10::IValue interpret(std::vector<c10::IValue> arguments) {
-    std::call_once(is_compiled_, [this] {
+    std::call_once(compile_once_, [this] {
       code_ = torch::jit::Code(detail::inline_forward(script_), "forward");
     });
     arguments.insert(arguments.begin(), script_._ivalue());
@@ -236,8 +236,8 @@ class ScriptModuleImpl : public torch::nn::Module {
   }
 
   torch::jit::Module script_;
-  std::vector<std::shared_ptr<ScriptModuleImpl>> scripts_;  // child modules
-  std::once_flag is_compiled_;
+  std::vector<std::shared_ptr<ScriptModuleImpl>> script_children_;  // child modules
+  std::once_flag compile_once_;
   torch::jit::Code code_;  // forward, with calls of children inlined
 };
 

@@ -333,7 +333,7 @@ std::vector<FaultCase> divergence_monitor_cases() {
        diverging_gradient("body.weight", 65536),
        {"10 consecutive skipped steps", "all weights are finite", "body.weight, in 1 of 3 layers"},
        "the cause is unknown: use TraceOnSkips"},
-      {"OverflowAtMinScale",
+      {"OverflowAtLowScale",
        "an inf in the gradient of head.weight at a loss scale of 0.5",
        diverging_gradient("head.weight", 0.5),
        {"1 skipped step, loss scale 0.5", "head.weight, in 1 of 3 layers"},

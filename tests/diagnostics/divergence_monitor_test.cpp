@@ -61,17 +61,17 @@ TEST(DivergenceMonitor, ReportsConsecutiveSkipsOncePer1000Steps) {
   EXPECT_TRUE(findings.empty()) << "never ten consecutive skips";
   for (std::int64_t i = 20; i <= 2500; ++i) monitor(metrics_of(i, 1.0, true));
   ASSERT_EQ(findings.size(), 3);
-  EXPECT_THAT(findings[0].where, HasSubstr("(step 20, 10 consecutive skipped steps"));
-  EXPECT_THAT(findings[1].where, HasSubstr("(step 1020,"));
+  EXPECT_THAT(findings[0].location, HasSubstr("(step 20, 10 consecutive skipped steps"));
+  EXPECT_THAT(findings[1].location, HasSubstr("(step 1020,"));
 }
 
-TEST(DivergenceMonitor, ReportsMinScaleAndNonFiniteLoss) {
+TEST(DivergenceMonitor, ReportsSkipAtLowScaleAndNonFiniteLoss) {
   const TwoLayers model;
   std::vector<Finding> findings;
-  DivergenceMonitor at_min_scale(model, collect_into(findings));
-  at_min_scale(metrics_of(1, 1.0, false, 0.5));
+  DivergenceMonitor scale_monitor(model, collect_into(findings));
+  scale_monitor(metrics_of(1, 1.0, false, 0.5));
   EXPECT_TRUE(findings.empty()) << "that step was applied";
-  at_min_scale(metrics_of(2, 1.0, true, 0.5));
+  scale_monitor(metrics_of(2, 1.0, true, 0.5));
   EXPECT_EQ(findings.size(), 1);
   DivergenceMonitor loss_monitor(model, collect_into(findings));
   loss_monitor(metrics_of(1, 1.0));

@@ -11,9 +11,9 @@ namespace {
 TEST(Finding, PrintsWrappedWithUnbrokenRemedy) {
   const mezzo::Finding finding{.severity = mezzo::FindingSeverity::warning,
                                .check = "range",
-                               .where = "encoder.0",
-                               .reason = "words" + std::string(30, ' ') + "of a reason " +
-                                         std::string(80, 'x') + " that is long",
+                               .location = "encoder.0",
+                               .description = "words" + std::string(30, ' ') + "of a reason " +
+                                              std::string(80, 'x') + " that is long",
                                .remedy = std::string(120, 'y')};
   EXPECT_THAT(finding.message(), testing::StartsWith("encoder.0: words"));
   EXPECT_THAT(finding.message(), testing::EndsWith("; " + finding.remedy));

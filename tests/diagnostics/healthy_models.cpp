@@ -403,7 +403,7 @@ std::string check_healthy_model(const ModelPtr& model, at::ScalarType dtype) {
   for (const auto& finding : report.findings) {
     const bool is_value_check = finding.check == "forward" || finding.check == "range";
     if (finding.severity == mezzo::FindingSeverity::note || !is_value_check) continue;
-    return c10::str(to_string(finding.severity), " ", finding.where, ": ", finding.reason);
+    return c10::str(to_string(finding.severity), " ", finding.location, ": ", finding.description);
   }
   return kNothing;
 }

@@ -217,7 +217,7 @@ TEST(MetricsLogger, RestartClockExcludesElapsedTime) {
   logger.record(applied, torch::tensor(1.0), {.tokens = 10, .learning_rate = 0.5});
   ASSERT_EQ(steps.size(), 2U);
   EXPECT_TRUE(steps[0].tokens_per_second) << "timed since restart_clock()";
-  EXPECT_LT(steps[1].seconds, 0.2);
+  EXPECT_LT(steps[1].step_seconds, 0.2);
   EXPECT_EQ(steps[1].learning_rate, 0.5);
 }
 

@@ -78,10 +78,10 @@ TEST_F(MezzoCheckCommand, WritesJson) {
   const auto json = nlohmann::json::parse(output.out);
   EXPECT_EQ(json.at("max_severity"), "error");
   EXPECT_EQ(json.at("dtype"), "float16");
-  EXPECT_EQ(json.at("parameters"), 256);
+  EXPECT_EQ(json.at("num_parameters"), 256);
   EXPECT_EQ(json.at("findings").at(0).at("severity"), "error");
   for (const auto& finding : json.at("findings")) {
-    for (const char* key : {"severity", "check", "where", "reason", "remedy"}) {
+    for (const char* key : {"severity", "check", "location", "description", "remedy"}) {
       EXPECT_TRUE(finding.at(key).is_string()) << key;
     }
   }

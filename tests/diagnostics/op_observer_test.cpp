@@ -8,12 +8,12 @@
 
 namespace {
 
-TEST(TensorNames, FindsViewsAndFlatParams) {
+TEST(TensorNameLookup, FindsViewsAndFlatParams) {
   const torch::Tensor flat = torch::zeros({10});
   torch::nn::Linear layer(2, 2);
-  const mezzo::detail::TensorNames names({{"a.weight", flat.narrow(0, 0, 4)},
-                                          {"b.weight", flat.narrow(0, 4, 6)},
-                                          {"c", layer->weight}});
+  const mezzo::detail::TensorNameLookup names({{"a.weight", flat.narrow(0, 0, 4)},
+                                               {"b.weight", flat.narrow(0, 4, 6)},
+                                               {"c", layer->weight}});
   EXPECT_EQ(names.find_name(flat.narrow(0, 5, 2)), "b.weight");
   EXPECT_EQ(names.find_name(flat.narrow(0, 0, 2).view({2, 1})), "a.weight");
   EXPECT_EQ(names.find_name(layer->weight.t()), "c");

@@ -99,8 +99,8 @@ TEST(OverflowReport, PassesNamesAndCountsToCallback) {
   EXPECT_EQ(reported.parameters[1].numel, 12);
   EXPECT_EQ(reported.parameters[1].nans, 1);
   EXPECT_THAT(reported.parameters[1].first_index, ElementsAre(0, 3));
-  EXPECT_EQ(reported.overflowed_layers, 2);
-  EXPECT_EQ(reported.layers, 3);
+  EXPECT_EQ(reported.num_overflowed_layers, 2);
+  EXPECT_EQ(reported.num_layers, 3);
   EXPECT_TRUE(torch::equal(grad_of(model, "0.weight").view(torch::kInt), before.view(torch::kInt)));
 }
 

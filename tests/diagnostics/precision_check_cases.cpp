@@ -23,8 +23,8 @@ std::string format_findings(const mezzo::PrecisionReport& report,
   for (const auto& finding : report.findings) {
     if (std::find(checks.begin(), checks.end(), finding.check) == checks.end()) continue;
     if (finding.severity == mezzo::FindingSeverity::note) continue;
-    text += c10::str(to_string(finding.severity), " ", finding.where, ": ", finding.reason, " > ",
-                     finding.remedy, " | ");
+    text += c10::str(to_string(finding.severity), " ", finding.location, ": ", finding.description,
+                     " > ", finding.remedy, " | ");
   }
   return text.empty() ? kNothing : text;
 }

@@ -35,11 +35,12 @@ using testing::Not;
 const mezzo::PrecisionCheckOptions kFloat16Options{.dtype = torch::kHalf};
 const mezzo::PrecisionCheckOptions kBfloat16Options{.dtype = torch::kBFloat16};
 
-auto finding(FindingSeverity severity, const std::string& check, const std::string& where,
-             const std::string& reason) {
+auto finding(FindingSeverity severity, const std::string& check, const std::string& location,
+             const std::string& description) {
   return AllOf(Field("severity", &Finding::severity, severity),
-               Field("check", &Finding::check, check), Field("where", &Finding::where, where),
-               Field("reason", &Finding::reason, HasSubstr(reason)));
+               Field("check", &Finding::check, check),
+               Field("location", &Finding::location, location),
+               Field("description", &Finding::description, HasSubstr(description)));
 }
 
 auto has_check(const std::string& check) { return Field("check", &Finding::check, check); }
@@ -73,7 +74,8 @@ TEST(PrecisionCheck, ReportsUnderflowingEpsOutsideNorms) {
   EXPECT_THAT(report.findings,
               Contains(finding(FindingSeverity::warning, "range", "after query",
                                "clamp_min with 1e-12 computes in float16, whose smallest number")));
-  EXPECT_THAT(report.findings, Not(Contains(Field(&Finding::reason, HasSubstr("layer_norm")))));
+  EXPECT_THAT(report.findings,
+              Not(Contains(Field(&Finding::description, HasSubstr("layer_norm")))));
 }
 
 /// Casts its buffers, its input and a parameter to float16 if `casts`, else does not read them.
@@ -119,10 +121,10 @@ TEST(PrecisionCheck, ReportsCastTensorsOutOfRange) {
   EXPECT_THAT(all, Contains(finding(FindingSeverity::warning, "range", "input 0", "this input")));
   const auto without_casts = found(false);
   for (const char* name : {"mask", "input 0"}) {
-    EXPECT_THAT(without_casts, Not(Contains(Field(&Finding::where, name)))) << "not cast";
+    EXPECT_THAT(without_casts, Not(Contains(Field(&Finding::location, name)))) << "not cast";
   }
   EXPECT_THAT(without_casts,
-              Not(Contains(Field(&Finding::reason, HasSubstr("of this parameter to 0")))));
+              Not(Contains(Field(&Finding::description, HasSubstr("of this parameter to 0")))));
 }
 
 TEST(PrecisionCheck, ReadsFloat8Buffers) {
@@ -154,7 +156,7 @@ TEST(PrecisionCheck, PredictsUpdatesLostToRounding) {
               HasSubstr("Invalid learning rate: -1"));
   const auto findings = found(torch::kBFloat16, 1e-4);
   const auto finding = std::find_if(findings.begin(), findings.end(),
-                                    [](const auto& one) { return one.check == "updates"; });
+                                    [](const auto& known) { return known.check == "updates"; });
   ASSERT_NE(finding, findings.end());
   EXPECT_THAT(finding->remedy, HasSubstr("WeightStorage::fp32_master"));
 
@@ -175,7 +177,8 @@ TEST(PrecisionCheck, PredictsUpdatesLostToRounding) {
                            unchanged_fraction(mezzo::optim::WeightStorage::plain, -1)) /
                           2;
   EXPECT_GT(fraction, 0.5);
-  EXPECT_THAT(finding->where, HasSubstr(c10::str("weight (", std::lround(100 * fraction), " %)")));
+  EXPECT_THAT(finding->location,
+              HasSubstr(c10::str("weight (", std::lround(100 * fraction), " %)")));
   EXPECT_EQ(unchanged_fraction(mezzo::optim::WeightStorage::fp32_master, 1), 0);
   EXPECT_THAT(found(torch::kFloat, 1e-4), has_no_update_finding);
 }
@@ -188,7 +191,7 @@ TEST(PrecisionCheck, ReportsDimensionsNotMultipleOf8) {
               Contains(finding(FindingSeverity::note, "dimensions", "1",
                                "a product of [8, 16] and [16, 9] has a dimension that is not")));
   EXPECT_EQ(std::count_if(all.begin(), all.end(),
-                          [](const auto& one) { return one.check == "dimensions"; }),
+                          [](const auto& known) { return known.check == "dimensions"; }),
             1);
   const torch::nn::Conv2d images(1, 16, 3);
   EXPECT_THAT(
@@ -251,7 +254,7 @@ TEST(PrecisionCheck, IgnoresOwnOpsAndOutMemory) {
   const PrecisionReport report =
       check_precision(model, torch::ones({8, 8}), torch::kCPU, kFloat16Options);
   for (const char* number : {"2e+07", "1e+09"}) {
-    EXPECT_THAT(report.findings, Not(Contains(Field(&Finding::reason, HasSubstr(number)))))
+    EXPECT_THAT(report.findings, Not(Contains(Field(&Finding::description, HasSubstr(number)))))
         << report;
   }
 }
@@ -292,8 +295,8 @@ struct MaskedAttention : torch::nn::Module {
 
 /// Returns the "forward" finding.
 Finding forward_finding(const PrecisionReport& report) {
-  for (const Finding& one : report.findings) {
-    if (one.check == "forward") return one;
+  for (const Finding& known : report.findings) {
+    if (known.check == "forward") return known;
   }
   ADD_FAILURE() << report;
   return {};
@@ -307,9 +310,9 @@ TEST(PrecisionCheck, ReportsExceptionOutsideOps) {
   for (const auto& options : {kBfloat16Options, kFloat16Options}) {
     const Finding found =
         forward_finding(check_precision(model, std::make_tuple(x, mask), torch::kCPU, options));
-    EXPECT_THAT(found.reason, HasSubstr("in the model's code outside any op, after aten::"));
-    EXPECT_THAT(found.reason, HasSubstr("attn_output_weights"));
-    EXPECT_THAT(found.where, HasSubstr("attention"));
+    EXPECT_THAT(found.description, HasSubstr("in the model's code outside any op, after aten::"));
+    EXPECT_THAT(found.description, HasSubstr("attn_output_weights"));
+    EXPECT_THAT(found.location, HasSubstr("attention"));
     EXPECT_THAT(found.remedy, HasSubstr(".enabled = false"));
   }
 }
@@ -357,7 +360,7 @@ TEST(PrecisionCheck, ReportsTorchScriptConstants) {
   EXPECT_THAT(report.findings,
               Contains(finding(FindingSeverity::error, "forward", "after encoder.layer",
                                "throws under autocast to float16")));
-  EXPECT_EQ(report.parameters, 256);
+  EXPECT_EQ(report.num_parameters, 256);
 }
 
 TEST(PrecisionCheck, ChecksTorchScriptValuesWithoutSample) {
@@ -377,7 +380,7 @@ TEST(PrecisionCheck, IgnoresTorchScriptIntegerConstants) {
         return torch.matmul(x, self.weight) + ids.unsqueeze(-1) / rows
   )");
   const auto named = [](const std::string& what) {
-    return Field(&Finding::reason, HasSubstr(what));
+    return Field(&Finding::description, HasSubstr(what));
   };
   const auto all = check_script(model, {torch::ones({8, 8})}).findings;
   EXPECT_THAT(all, Not(Contains(named("1e+05")))) << "integer tensors";

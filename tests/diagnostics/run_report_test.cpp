@@ -102,7 +102,7 @@ TEST(RunReport, DrawsLongRunWithAllSkips) {
     metrics.skipped = step % 1000 == 0;
     report(metrics);
   }
-  const std::string page = report.html();
+  const std::string page = report.to_html();
   EXPECT_THAT(page, HasSubstr("<dt>steps</dt><dd>20000</dd>"));
   EXPECT_THAT(page, HasSubstr("<dt>skipped</dt><dd>20</dd>"));
   EXPECT_LT(page.size(), 400000);
@@ -114,7 +114,7 @@ TEST(RunReport, ShowsScoresHparamsAndVersions) {
   report.set_score("F1", 0.513);
   report.set_hparam("ended", "stopped by SIGTERM");
   report.set_hparam("seed", "7");
-  const std::string page = report.html();
+  const std::string page = report.to_html();
   EXPECT_THAT(page, HasSubstr("<div><dt>F1</dt><dd>0.513</dd>"));
   EXPECT_THAT(page, Not(HasSubstr("0.25<")));
   EXPECT_THAT(page, HasSubstr("ended: stopped by SIGTERM\nseed: 7\n"));
@@ -127,17 +127,17 @@ TEST(RunReport, ShowsScoresHparamsAndVersions) {
 TEST(RunReport, WarnsForZeroScore) {
   mezzo::RunReport report("failed");
   report.set_score("F1", 0);
-  EXPECT_THAT(report.html(), HasSubstr("<p class=alert>F1 is 0: "));
-  EXPECT_THAT(report.html(), HasSubstr("<div class=bad><dt>F1</dt>"));
+  EXPECT_THAT(report.to_html(), HasSubstr("<p class=alert>F1 is 0: "));
+  EXPECT_THAT(report.to_html(), HasSubstr("<div class=bad><dt>F1</dt>"));
   report.set_score("F1", std::numeric_limits<double>::quiet_NaN());
-  EXPECT_THAT(report.html(), HasSubstr("<p class=alert>F1 is nan: "));
+  EXPECT_THAT(report.to_html(), HasSubstr("<p class=alert>F1 is nan: "));
 }
 
 TEST(RunReport, ShowsMeanSpeedAndMeasuredCharts) {
   mezzo::RunReport report("rates");
-  report({.step = 1, .tokens_per_second = 100, .seconds = 3, .learning_rate = 0.5});
-  report({.step = 2, .tokens_per_second = 500, .seconds = 1, .memory_bytes = 3 * 1048576.0});
-  const std::string page = report.html();
+  report({.step = 1, .tokens_per_second = 100, .step_seconds = 3, .learning_rate = 0.5});
+  report({.step = 2, .tokens_per_second = 500, .step_seconds = 1, .memory_bytes = 3 * 1048576.0});
+  const std::string page = report.to_html();
   EXPECT_THAT(page, HasSubstr("<dt>mean tokens/s</dt><dd>200</dd>"));
   EXPECT_THAT(page, HasSubstr("<dt>peak memory, MiB</dt><dd>3</dd>"));
   for (const char* const chart : {"tokens/s", "learning rate", "memory, MiB"}) {
@@ -145,7 +145,7 @@ TEST(RunReport, ShowsMeanSpeedAndMeasuredCharts) {
   }
   mezzo::RunReport nothing("nothing measured");
   nothing({.step = 1});
-  EXPECT_THAT(nothing.html(), Not(HasSubstr("<figcaption>learning rate")));
+  EXPECT_THAT(nothing.to_html(), Not(HasSubstr("<figcaption>learning rate")));
 }
 
 /// German numbers: "1.200,5".
@@ -161,7 +161,7 @@ TEST(RunReport, IsIndependentOfLocale) {
     mezzo::RunReport report("locale");
     for (int step = 1200; step <= 1240; ++step) report(make_metrics(step));
     add_sections(report);
-    const std::string html = report.html();
+    const std::string html = report.to_html();
     return std::regex_replace(html, std::regex("\nwritten: [^\n]*"), "");
   };
   const std::string classic_page = page();

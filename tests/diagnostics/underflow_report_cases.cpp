@@ -30,12 +30,12 @@ Run underflow(const std::string& layer, double magnitude, bool in_all = false) {
     };
     mezzo::UnderflowReport report = report_at(1);
     if (fixed) report = report_at(mezzo::suggest_loss_scale(report));
-    for (const auto& one : report.layers()) {
-      if (one.layer != layer) continue;
-      if (one.underflow + one.subnormal + one.overflow + one.nonfinite == 0)
+    for (const auto& stats : report.layers()) {
+      if (stats.layer != layer) continue;
+      if (stats.underflow + stats.subnormal + stats.overflow + stats.nonfinite == 0)
         return std::string(kNothing);
-      return c10::str(one.layer, ": underflow ", one.underflow, ", subnormal ", one.subnormal,
-                      ", overflow ", one.overflow, "; suggest_loss_scale ",
+      return c10::str(stats.layer, ": underflow ", stats.underflow, ", subnormal ", stats.subnormal,
+                      ", overflow ", stats.overflow, "; suggest_loss_scale ",
                       mezzo::suggest_loss_scale(report));
     }
     return std::string(kNothing);

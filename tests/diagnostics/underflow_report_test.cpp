@@ -27,7 +27,7 @@ float power(int exponent) { return std::ldexp(1.0F, exponent); }
 LayerRangeStats stats_by_casting(const torch::Tensor& values, at::ScalarType dtype,
                                  float smallest_normal) {
   LayerRangeStats stats;
-  stats.sampled = values.numel();
+  stats.num_samples = values.numel();
   const auto fraction = [&](const torch::Tensor& mask) {
     return mask.sum().item<double>() / static_cast<double>(values.numel());
   };
@@ -54,7 +54,7 @@ TEST_P(UnderflowReportDtypes, FractionsMatchCasts) {
   const LayerRangeStats layer = report.layers().at(0);
   const float normal = power(mezzo::ExponentRange::from_dtype(GetParam()).min_normal);
   const LayerRangeStats expected = stats_by_casting(values, GetParam(), normal);
-  EXPECT_EQ(layer.sampled, 5000);
+  EXPECT_EQ(layer.num_samples, 5000);
   EXPECT_DOUBLE_EQ(layer.zero, 0.02);
   EXPECT_NEAR(layer.underflow, expected.underflow, 1e-9);
   EXPECT_NEAR(layer.subnormal, expected.subnormal, 1e-9);
@@ -88,7 +88,7 @@ TEST(UnderflowReport, ReportsMinAndMaxExponent) {
   const LayerRangeStats layer = report.layers().at(0);
   EXPECT_EQ(layer.min_exponent, -20);
   EXPECT_EQ(layer.max_exponent, 3);
-  EXPECT_EQ(layer.sampled, 6);
+  EXPECT_EQ(layer.num_samples, 6);
 }
 
 TEST(UnderflowReport, CountsFloat64BeyondFloat32Range) {
@@ -101,13 +101,13 @@ TEST(UnderflowReport, CountsFloat64BeyondFloat32Range) {
 }
 
 TEST(UnderflowReport, SamplesAllColumns) {
-  UnderflowReport report(torch::kHalf, {.samples = 1024});
+  UnderflowReport report(torch::kHalf, {.max_samples = 1024});
   const torch::Tensor columns = torch::exp2(torch::arange(16) - 8.0).repeat({4096, 1});
   report.add("layer", columns.t());  // not contiguous
   report.add("rows", columns);
   for (const LayerRangeStats& layer : report.layers()) {
-    EXPECT_LE(layer.sampled, 1024);
-    EXPECT_GE(layer.sampled, 900);
+    EXPECT_LE(layer.num_samples, 1024);
+    EXPECT_GE(layer.num_samples, 900);
     EXPECT_EQ(layer.min_exponent, -8);
     EXPECT_EQ(layer.max_exponent, 7);
   }
@@ -128,11 +128,11 @@ TEST(UnderflowReport, GroupsGradsAndActivationsByLayer) {
   const auto layers = report.layers();
   ASSERT_EQ(layers.size(), 3);
   EXPECT_EQ(layers[0].layer, "hidden");
-  EXPECT_EQ(layers[0].sampled, 24);
+  EXPECT_EQ(layers[0].num_samples, 24);
   EXPECT_EQ(layers[1].layer, "first");
-  EXPECT_EQ(layers[1].sampled, 40);
+  EXPECT_EQ(layers[1].num_samples, 40);
   EXPECT_EQ(layers[2].layer, "last");
-  EXPECT_EQ(report.total().sampled, 24 + 40 + 18);
+  EXPECT_EQ(report.total().num_samples, 24 + 40 + 18);
 }
 
 TEST(SuggestLossScale, UsesDtypeRange) {
@@ -195,8 +195,8 @@ TEST(UnderflowReport, ThrowsForInvalidArguments) {
               ThrowsMessage<c10::Error>(HasSubstr("unsupported dtype Int")));
   EXPECT_THAT([] { UnderflowReport(torch::kHalf, {.loss_scale = 0}); },
               ThrowsMessage<c10::Error>(HasSubstr("loss_scale must be positive, but got 0")));
-  EXPECT_THAT([] { UnderflowReport(torch::kHalf, {.samples = 0}); },
-              ThrowsMessage<c10::Error>(HasSubstr("samples must be positive, but got 0")));
+  EXPECT_THAT([] { UnderflowReport(torch::kHalf, {.max_samples = 0}); },
+              ThrowsMessage<c10::Error>(HasSubstr("max_samples must be positive, but got 0")));
   UnderflowReport report(torch::kHalf);
   EXPECT_THAT([&] { mezzo::suggest_loss_scale(report); },
               ThrowsMessage<c10::Error>(HasSubstr("no values; call add_gradients()")));

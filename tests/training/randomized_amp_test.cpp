@@ -550,7 +550,7 @@ class AmpProgram : public Program {
     if (random_.one_in(2)) no_grad.emplace();
     const std::vector<Tensor> products = forward(i, factors);
     const double of_level =
-        half_ulp(has_regions() ? level_->precision().compute_dtype : model_dtype());
+        half_ulp(has_regions() ? level_->mixed_precision_policy().compute_dtype : model_dtype());
     for (std::size_t j = 0; j < weights.size(); ++j) {
       const ReferenceWeight& weight = weights[j];
       const double unit = std::max(of_level, half_ulp(weight.dtype));
@@ -658,8 +658,8 @@ class AmpProgram : public Program {
     report_.line(region_ ? "the region ends" : "a region begins");
     count("region");
     if (region_) return region_.reset();
-    region_.emplace(mezzo::AutocastOptions{.device_type = torch::kCPU,
-                                           .dtype = level_->precision().compute_dtype});
+    region_.emplace(mezzo::AutocastOptions{
+        .device_type = torch::kCPU, .dtype = level_->mixed_precision_policy().compute_dtype});
   }
 
   void step_with_bad_gradient(std::size_t i) {

@@ -83,13 +83,13 @@ nlohmann::json to_json(const mezzo::PrecisionReport& report) {
   nlohmann::json json{{"max_severity", to_string(report.max_severity())},
                       {"device", report.device.str()},
                       {"dtype", mezzo::detail::dtype_name(report.dtype)},
-                      {"parameters", report.parameters},
+                      {"num_parameters", report.num_parameters},
                       {"findings", nlohmann::json::array()}};
   for (const auto& finding : report.findings) {
     json["findings"].push_back({{"severity", to_string(finding.severity)},
                                 {"check", finding.check},
-                                {"where", finding.where},
-                                {"reason", finding.reason},
+                                {"location", finding.location},
+                                {"description", finding.description},
                                 {"remedy", finding.remedy}});
   }
   return json;

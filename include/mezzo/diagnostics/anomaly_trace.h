@@ -372,8 +372,9 @@ class AnomalyTrace final : private detail::OpObserver {
   /// Reruns the op in a wider dtype and returns the cause that this shows.
   std::string find_cause(const detail::ObservedOp& op, const Anomaly& anomaly) const {
     using detail::format_significant;
-    const auto output = std::find_if(anomaly.frame.outputs.begin(), anomaly.frame.outputs.end(),
-                                     [](const TensorSummary& one) { return !one.is_finite(); });
+    const auto output =
+        std::find_if(anomaly.frame.outputs.begin(), anomaly.frame.outputs.end(),
+                     [](const TensorSummary& summary) { return !summary.is_finite(); });
     const bool is_wide = output->dtype == at::kFloat || output->dtype == at::kDouble;
     const at::ScalarType wide_dtype = is_wide ? at::kDouble : at::kFloat;
     const auto wide_outputs = detail::rerun_in_dtype(op, wide_dtype);

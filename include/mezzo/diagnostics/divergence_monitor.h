@@ -34,7 +34,7 @@ enum class DivergenceAction : std::uint8_t {
 /// Options of a DivergenceMonitor.
 struct DivergenceMonitorOptions {
   std::int64_t consecutive_skips = 10;  ///< number of skipped steps that triggers a finding
-  double min_scale = 0.5;               ///< a skipped step at this loss scale or less triggers one
+  double scale_threshold = 0.5;         ///< a skipped step at this loss scale or less triggers one
   DivergenceAction action = DivergenceAction::report;  ///< for each finding
   std::function<void(const Finding&)> callback =
       {};                                  ///< called with a finding, instead of std::cerr
@@ -42,10 +42,10 @@ struct DivergenceMonitorOptions {
 };
 
 /// A MetricsLogger callback that reports divergence: consecutive skipped steps, a skipped step at
-/// `min_scale` or less, or a loss that is inf or NaN. Then reads weights, buffers and gradients,
-/// which synchronizes with the device, and reports what is not finite and what to try. States a
-/// cause only for weights that were inf or NaN at construction: docs/debugging.md ("My loss scale
-/// collapses") lists the findings. Reports at most once in 1000 steps.
+/// `scale_threshold` or less, or a loss that is inf or NaN. Then reads weights, buffers and
+/// gradients, which synchronizes with the device, and reports what is not finite and what to try.
+/// States a cause only for weights that were inf or NaN at construction: docs/debugging.md ("My
+/// loss scale collapses") lists the findings. Reports at most once in 1000 steps.
 ///
 /// If the step does not increase, the run was resumed from a checkpoint, and the next divergence is
 /// reported at once. Gradients are read as by find_overflow, and on a GPU may be a later step's.
@@ -72,7 +72,7 @@ class DivergenceMonitor {
     if (std::exchange(last_step_, metrics.step) >= metrics.step) skips_ = next_finding_step_ = 0;
     skips_ = metrics.skipped ? skips_ + 1 : 0;
     const bool diverges = has_nonfinite_loss(metrics) || skips_ >= options_.consecutive_skips ||
-                          (metrics.skipped && metrics.scale <= options_.min_scale);
+                          (metrics.skipped && metrics.scale <= options_.scale_threshold);
     if (!diverges || metrics.step < next_finding_step_) return;
     next_finding_step_ = metrics.step + kMinStepsBetweenFindings;
     const Finding finding = make_finding(metrics);
@@ -92,22 +92,23 @@ class DivergenceMonitor {
 
   Finding make_finding(const StepMetrics& metrics) const {
     Finding finding{.severity = FindingSeverity::error, .check = "divergence"};
-    finding.where = "Training diverges (" +
-                    (options_.rank ? "rank " + std::to_string(*options_.rank) + ", " : "") +
-                    "step " + std::to_string(metrics.step) + ", " + std::to_string(skips_) +
-                    (skips_ == 1 ? " skipped step" : " consecutive skipped steps") +
-                    ", loss scale " + detail::format_number(metrics.scale) +
-                    (metrics.loss ? ", loss " + detail::format_significant(*metrics.loss, 4) : "") +
-                    ")";
+    finding.location =
+        "Training diverges (" +
+        (options_.rank ? "rank " + std::to_string(*options_.rank) + ", " : "") + "step " +
+        std::to_string(metrics.step) + ", " + std::to_string(skips_) +
+        (skips_ == 1 ? " skipped step" : " consecutive skipped steps") + ", loss scale " +
+        detail::format_number(metrics.scale) +
+        (metrics.loss ? ", loss " + detail::format_significant(*metrics.loss, 4) : "") + ")";
     const bool is_loss_nonfinite = has_nonfinite_loss(metrics);
     if (const std::string weight = detail::find_nonfinite(parameters_); !weight.empty()) {
-      describe_weight(finding, weight, is_loss_nonfinite && !metrics.skipped);
+      fill_weight_finding(finding, weight, is_loss_nonfinite && !metrics.skipped);
     } else if (const std::string buffer = detail::find_nonfinite(buffers_); !buffer.empty()) {
-      finding.reason = detail::describe_nonfinite_buffer(buffer);
+      finding.description = detail::describe_nonfinite_buffer(buffer);
     } else {
-      finding.reason = is_loss_nonfinite ? "the loss is inf or NaN, but all weights are finite"
-                                         : "all weights are finite; " +
-                                               find_overflow(parameters_, metrics.scale).message();
+      finding.description =
+          is_loss_nonfinite
+              ? "the loss is inf or NaN, but all weights are finite"
+              : "all weights are finite; " + find_overflow(parameters_, metrics.scale).message();
       finding.remedy =
           std::string(is_loss_nonfinite
                           ? "the cause is unknown: check this batch for log(0) and division by 0; "
@@ -122,21 +123,21 @@ class DivergenceMonitor {
     return finding;
   }
 
-  void describe_weight(Finding& finding, const std::string& weight,
-                       bool applied_nonfinite_loss) const {
-    finding.reason = weight + " contains inf or NaN";
+  void fill_weight_finding(Finding& finding, const std::string& weight,
+                           bool applied_nonfinite_loss) const {
+    finding.description = weight + " contains inf or NaN";
     if (was_nonfinite_) {
-      finding.reason += ", as the weights did when the DivergenceMonitor was constructed";
+      finding.description += ", as the weights did when the DivergenceMonitor was constructed";
       finding.remedy = "later steps cannot restore it: initialize or load the weights again";
     } else if (applied_nonfinite_loss) {
-      finding.reason +=
+      finding.description +=
           ", and so does the loss, whose step was applied; which came first is unknown";
       finding.remedy =
           "load an earlier checkpoint. Use a GradScaler, which skips steps with inf or NaN "
           "gradients (for bfloat16 with an init_scale of 1). If the weights then stay finite, "
           "check this batch for log(0) and division by 0; if not, check the learning rate and eps";
     } else {
-      finding.reason += "; what wrote it is unknown";
+      finding.description += "; what wrote it is unknown";
       finding.remedy =
           "later steps cannot restore it: load an earlier checkpoint. Check the learning rate, "
           "eps, the range of the weights' dtype, and direct writes to the weights";

@@ -1,5 +1,5 @@
 /// \file
-/// Finding: one result of a diagnostic tool, with severity, location, reason and remedy.
+/// Finding: one result of a diagnostic tool, with severity, location, description and remedy.
 #pragma once
 
 #include <mezzo/base/version.h>
@@ -27,18 +27,18 @@ inline std::string_view to_string(FindingSeverity severity) {
   return names.at(static_cast<std::size_t>(severity));
 }
 
-/// One result of a diagnostic tool. If the evidence does not determine the cause, `reason` or
+/// One result of a diagnostic tool. If the evidence does not determine the cause, `description` or
 /// `remedy` contains "unknown", and `remedy` names the next thing to check.
 struct Finding {
   FindingSeverity severity = FindingSeverity::note;  ///< how serious it is
-  std::string check = {};   ///< the check that produced it, such as "range"
-  std::string where = {};   ///< module, parameter, op or step, such as "after encoder.0"
-  std::string reason = {};  ///< what was observed, with values, and its consequence
-  std::string remedy = {};  ///< advice or a line of code; empty if none is known
+  std::string check = {};        ///< the check that produced it, such as "range"
+  std::string location = {};     ///< module, parameter, op or step, such as "after encoder.0"
+  std::string description = {};  ///< what was observed, with values, and its consequence
+  std::string remedy = {};       ///< advice or a line of code; empty if none is known
 
-  /// Returns "where: reason; remedy" as one line.
+  /// Returns "location: description; remedy" as one line.
   std::string message() const {
-    return where + ": " + reason + (remedy.empty() ? "" : "; " + remedy);
+    return location + ": " + description + (remedy.empty() ? "" : "; " + remedy);
   }
 };
 
@@ -47,7 +47,7 @@ inline std::ostream& operator<<(std::ostream& stream, const Finding& finding) {
   constexpr std::size_t kWidth = 100, kIndent = 11;
   std::string text, line = "  " + std::string(to_string(finding.severity));
   line.resize(kIndent, ' ');
-  std::istringstream words(finding.where + ": " + finding.reason);
+  std::istringstream words(finding.location + ": " + finding.description);
   for (std::string word; words >> word; line += word) {
     if (line.size() > kIndent && line.size() + 1 + word.size() > kWidth) {
       text += line + "\n";

@@ -78,7 +78,7 @@ class AsyncScalar {
 };
 
 /// Returns StepMetrics::memory_bytes for a loss.
-inline std::optional<double> memory_in_use(const at::Tensor& loss) {
+inline std::optional<double> measure_memory_bytes(const at::Tensor& loss) {
   if (!loss.defined()) return std::nullopt;
   if (loss.is_cuda()) {
     const auto stats =
@@ -160,12 +160,12 @@ class MetricsLogger {
     StepMetrics metrics{.step = next_step_++,
                         .wall_time = detail::wall_time_now(),
                         .learning_rate = options.learning_rate,
-                        .memory_bytes = detail::memory_in_use(loss)};
+                        .memory_bytes = detail::measure_memory_bytes(loss)};
     const auto previous = std::exchange(last_record_, std::chrono::steady_clock::now());
     if (previous) {
-      metrics.seconds = std::chrono::duration<double>(*last_record_ - *previous).count();
+      metrics.step_seconds = std::chrono::duration<double>(*last_record_ - *previous).count();
       if (options.tokens > 0) {
-        metrics.tokens_per_second = static_cast<double>(options.tokens) / metrics.seconds;
+        metrics.tokens_per_second = static_cast<double>(options.tokens) / metrics.step_seconds;
       }
     }
     pending_.push_back({metrics, result, std::move(async_loss)});
@@ -176,8 +176,8 @@ class MetricsLogger {
   }
 
   /// Restarts the timer, so that the time since the previous `record` (validation, a checkpoint)
-  /// does not count into `seconds` and `tokens_per_second`. Before the first step, includes that
-  /// step in the timing.
+  /// does not count into `step_seconds` and `tokens_per_second`. Before the first step, includes
+  /// that step in the timing.
   void restart_clock() { last_record_ = std::chrono::steady_clock::now(); }
 
   /// Delivers all recorded steps. Synchronizes with the device.

@@ -75,9 +75,9 @@ inline c10::StorageImpl* get_storage(const at::Tensor& tensor) {
 
 /// Finds the names of tensors by their current storage, also of views and of parameters that share
 /// one flat buffer.
-class TensorNames {
+class TensorNameLookup {
  public:
-  explicit TensorNames(TensorsByName tensors) : tensors_(std::move(tensors)) {}
+  explicit TensorNameLookup(TensorsByName tensors) : tensors_(std::move(tensors)) {}
 
   /// Returns the name of the tensor that `tensor` is or views; empty if there is none.
   std::string find_name(const at::Tensor& tensor) const {
@@ -131,7 +131,7 @@ class OpObserver {
   OpObserver& operator=(const OpObserver&) = delete;
 
   /// Returns whether a backward pass has run an autograd node since start().
-  bool has_run_backward() const { return link_->has_run_backward; }
+  bool has_run_backward() const { return registration_->has_run_backward; }
 
  protected:
   explicit OpObserver(TensorsByName names) : names_(std::move(names)) {}
@@ -143,12 +143,12 @@ class OpObserver {
   virtual void on_op_end(const ObservedOp& op, OpArguments outputs) = 0;
 
   void start() {
-    link_->observer = this;
+    registration_->observer = this;
     const std::scoped_lock lock(registry().mutex);
-    registry().links.push_back(link_);
-    if (registry().links.size() > 1) return;
+    registry().registrations.push_back(registration_);
+    if (registry().registrations.size() > 1) return;
     registry().callback = at::addGlobalCallback(
-        at::RecordFunctionCallback(&OpObserver::begin, &OpObserver::end)
+        at::RecordFunctionCallback(&OpObserver::on_function_enter, &OpObserver::on_function_exit)
             .needsInputs(true)
             .needsOutputs(true)
             .scopes({at::RecordScope::FUNCTION, at::RecordScope::BACKWARD_FUNCTION}));
@@ -156,32 +156,32 @@ class OpObserver {
   void stop() {
     {
       const std::scoped_lock lock(registry().mutex);
-      std::erase(registry().links, link_);
-      if (registry().links.empty()) at::removeCallback(registry().callback);
+      std::erase(registry().registrations, registration_);
+      if (registry().registrations.empty()) at::removeCallback(registry().callback);
     }
     const auto locked = lock();
-    link_->observer = nullptr;
+    registration_->observer = nullptr;
   }
 
-  const TensorNames& names() const { return names_; }
+  const TensorNameLookup& names() const { return names_; }
   /// Guards the state that callbacks on autograd threads and accessors share.
-  std::unique_lock<std::mutex> lock() const { return std::unique_lock(link_->mutex); }
+  std::unique_lock<std::mutex> lock() const { return std::unique_lock(registration_->mutex); }
 
  private:
   /// Held by callbacks, which may outlive the observer.
-  struct Link {
+  struct Registration {
     std::mutex mutex;
     OpObserver* observer = nullptr;
     std::atomic<bool> has_run_backward = false;
     const std::uint64_t thread = at::RecordFunction::currentThreadId();
   };
-  using Links = std::vector<std::shared_ptr<Link>>;
+  using Registrations = std::vector<std::shared_ptr<Registration>>;
 
   /// All active observers. Never freed, since a static observer may be destroyed after any other
   /// static. (libtorch guards its list of global callbacks by a mutex, contrary to its header.)
   struct Registry {
     std::mutex mutex;
-    Links links;
+    Registrations registrations;
     at::CallbackHandle callback = at::INVALID_CALLBACK_HANDLE;
     std::set<std::string> node_names;
   };
@@ -204,44 +204,48 @@ class OpObserver {
   }
 
   /// Returns the observers of the op that the current thread runs.
-  static Links find_links(bool is_backward) {
+  static Registrations find_registrations(bool is_backward) {
     const std::uint64_t thread = at::RecordFunction::currentThreadId();
-    Links links;
+    Registrations registrations;
     const std::scoped_lock lock(registry().mutex);
-    for (const auto& link : registry().links) {
-      const bool created_node = is_backward && link->thread == thread_state().forward_thread;
-      if (link->thread == thread || created_node) links.push_back(link);
+    for (const auto& registration : registry().registrations) {
+      const bool created_node =
+          is_backward && registration->thread == thread_state().forward_thread;
+      if (registration->thread == thread || created_node) registrations.push_back(registration);
     }
-    return links;
+    return registrations;
   }
 
   struct Context final : at::ObserverContext {
     int depth = thread_state().depth;  // when the op began
-    std::vector<std::pair<std::shared_ptr<Link>, ObservedOp>> ops;
+    std::vector<std::pair<std::shared_ptr<Registration>, ObservedOp>> ops;
   };
 
-  static std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& function) {
+  static std::unique_ptr<at::ObserverContext> on_function_enter(
+      const at::RecordFunction& function) {
     if (function.scope() == at::RecordScope::BACKWARD_FUNCTION) return begin_node(function);
     // Ops that autograd runs between two nodes, such as sums of gradients, belong to the last node.
     const bool is_backward = torch::autograd::get_current_graph_task_id() != -1;
-    const Links links = find_links(is_backward);
+    const Registrations registrations = find_registrations(is_backward);
     const auto name = function.operator_name();
-    if (links.empty() || !name) return nullptr;
+    if (registrations.empty() || !name) return nullptr;
     const auto handle = c10::Dispatcher::singleton().findSchema(*name);
     if (!handle) return nullptr;
     auto context = std::make_unique<Context>();
     const OpArguments inputs = get_recorded_inputs(function);
-    for (const auto& link : links) {
+    for (const auto& registration : registrations) {
       ObservedOp op{{handle->schema().name()},
                     *handle,
                     std::vector<c10::IValue>(inputs.begin(), inputs.end()),
                     thread_state().depth};
-      const std::scoped_lock lock(link->mutex);
-      if (link->observer == nullptr) continue;
-      link->observer->begin_op(op, function.seqNr(), is_backward ? thread_state() : ThreadState());
-      context->ops.emplace_back(link, std::move(op));
+      const std::scoped_lock lock(registration->mutex);
+      if (registration->observer == nullptr) continue;
+      registration->observer->begin_op(op, function.seqNr(),
+                                       is_backward ? thread_state() : ThreadState());
+      context->ops.emplace_back(registration, std::move(op));
     }
-    ++thread_state().depth;  // last: libtorch catches what throws above, and then skips end()
+    ++thread_state()
+          .depth;  // last: libtorch catches what throws above, and then skips on_function_exit()
     return context;
   }
 
@@ -253,23 +257,25 @@ class OpObserver {
                         .sequence_nr = function.seqNr(),
                         .forward_thread = function.forwardThreadId()};
     }
-    for (const auto& link : find_links(/*is_backward=*/true)) link->has_run_backward = true;
+    for (const auto& registration : find_registrations(/*is_backward=*/true))
+      registration->has_run_backward = true;
     return context;
   }
 
-  static void end(const at::RecordFunction& function, at::ObserverContext* base) {
+  static void on_function_exit(const at::RecordFunction& function, at::ObserverContext* base) {
     auto* const context = dynamic_cast<Context*>(base);
     if (context == nullptr) return;
     thread_state().depth = context->depth;
     if (context->ops.empty()) return;
     const std::vector<c10::IValue>& stack = function.outputs();
-    for (auto& [link, op] : context->ops) {
+    for (auto& [registration, op] : context->ops) {
       op.threw = std::uncaught_exceptions() > op.uncaught_exceptions;
       // TorchScript's interpreter passes its whole stack, which ends with the op's outputs.
       const std::size_t count = std::min(stack.size(), op.handle.schema().returns().size());
-      const std::scoped_lock lock(link->mutex);
-      if (link->observer == nullptr) continue;
-      link->observer->on_op_end(op, OpArguments(stack.data() + (stack.size() - count), count));
+      const std::scoped_lock lock(registration->mutex);
+      if (registration->observer == nullptr) continue;
+      registration->observer->on_op_end(op,
+                                        OpArguments(stack.data() + (stack.size() - count), count));
     }
   }
 
@@ -298,8 +304,8 @@ class OpObserver {
     on_op_begin(op);
   }
 
-  TensorNames names_;
-  const std::shared_ptr<Link> link_ = std::make_shared<Link>();
+  TensorNameLookup names_;
+  const std::shared_ptr<Registration> registration_ = std::make_shared<Registration>();
   // Modules with `reads_parameter`: of the current outermost op, and by the sequence number of the
   // autograd node that the op created.
   std::pair<std::string, bool> outer_op_module_;

@@ -52,9 +52,9 @@ struct Overflow {
   /// In reverse order of registration: the backward pass most often reaches the last registered
   /// parameters first.
   std::vector<OverflowedParameter> parameters = {};
-  std::int64_t layers = 0;             ///< modules whose own parameters have gradients
-  std::int64_t overflowed_layers = 0;  ///< modules that own `parameters`
-  std::string nonfinite_buffer = {};   ///< first buffer with inf or NaN; empty if there is none
+  std::int64_t num_layers = 0;             ///< modules whose own parameters have gradients
+  std::int64_t num_overflowed_layers = 0;  ///< modules that own `parameters`
+  std::string nonfinite_buffer = {};       ///< first buffer with inf or NaN; empty if there is none
 
   /// Returns one line without a line break.
   std::string message() const {
@@ -69,9 +69,10 @@ struct Overflow {
     std::string counts = first.infs > 0 ? to_string(first.infs) + " inf" : "";
     if (first.nans > 0) counts += (counts.empty() ? "" : " and ") + to_string(first.nans) + " NaN";
     return first.name + (others > 0 ? " and " + to_string(others) + " more" : "") + ", in " +
-           to_string(overflowed_layers) + " of " + to_string(layers) + " layers: the gradient of " +
-           first.name + " has " + counts + " in " + to_string(first.numel) +
-           " elements, the first (" + detail::format_number(first.first_value) + ") at index " +
+           to_string(num_overflowed_layers) + " of " + to_string(num_layers) +
+           " layers: the gradient of " + first.name + " has " + counts + " in " +
+           to_string(first.numel) + " elements, the first (" +
+           detail::format_number(first.first_value) + ") at index " +
            detail::format_sizes(first.first_index) +
            (first.from_unscaling ? ", from dividing by a loss scale below 1"
                                  : ", from the backward pass");
@@ -123,8 +124,8 @@ inline Overflow find_overflow(const TensorsByName& parameters, double loss_scale
                                    gradients[i].masked_select(is_nonfinite)[0].item<double>(),
                                    from_unscaling});
   }
-  overflow.layers = static_cast<std::int64_t>(layers.size());
-  overflow.overflowed_layers = static_cast<std::int64_t>(overflowed_layers.size());
+  overflow.num_layers = static_cast<std::int64_t>(layers.size());
+  overflow.num_overflowed_layers = static_cast<std::int64_t>(overflowed_layers.size());
   return overflow;
 }
 

@@ -56,7 +56,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 struct PrecisionReport {
   c10::Device device = c10::Device(c10::DeviceType::CPU);  ///< that the model was checked on
   at::ScalarType dtype = at::kBFloat16;                    ///< that the model was checked for
-  std::int64_t parameters = 0;                             ///< number of elements of all parameters
+  std::int64_t num_parameters = 0;                         ///< number of elements of all parameters
   std::vector<Finding> findings = {};                      ///< most severe first
 
   /// Returns the severity of the most severe finding; note if there is none.
@@ -75,7 +75,7 @@ inline std::ostream& operator<<(std::ostream& stream, const PrecisionReport& rep
     const int count = counts.at(static_cast<std::size_t>(severity));
     return std::to_string(count) + " " + std::string(to_string(severity)) + (count == 1 ? "" : "s");
   };
-  stream << "Precision check of " << std::to_string(report.parameters) << " parameters on "
+  stream << "Precision check of " << std::to_string(report.num_parameters) << " parameters on "
          << report.device << " for " << detail::dtype_name(report.dtype) << ": "
          << format_count(FindingSeverity::error) << ", " << format_count(FindingSeverity::warning)
          << ", " << format_count(FindingSeverity::note) << "\n\n";
@@ -147,7 +147,7 @@ class PrecisionChecker final : OpObserver {
       TORCH_CHECK(parameter.device().type() == device.type(),
                   "check_precision: expected all parameters on ", device, ", but ", name, " is on ",
                   parameter.device(), "; call model->to(device) first");
-      report_.parameters += parameter.numel();
+      report_.num_parameters += parameter.numel();
     }
   }
 
@@ -164,14 +164,15 @@ class PrecisionChecker final : OpObserver {
   }
 
  private:
-  /// Adds a finding, unless it is a duplicate or `where` is empty.
-  void add(FindingSeverity severity, const char* check, const std::string& where,
-           const std::string& reason, const std::string& remedy = "") {
-    const bool is_duplicate = std::any_of(
-        report_.findings.begin(), report_.findings.end(),
-        [&](const Finding& known) { return known.where == where && known.reason == reason; });
-    if (where.empty() || is_duplicate) return;
-    report_.findings.push_back({severity, check, where, reason, remedy});
+  /// Adds a finding, unless it is a duplicate or `location` is empty.
+  void add(FindingSeverity severity, const char* check, const std::string& location,
+           const std::string& description, const std::string& remedy = "") {
+    const bool is_duplicate =
+        std::any_of(report_.findings.begin(), report_.findings.end(), [&](const Finding& known) {
+          return known.location == location && known.description == description;
+        });
+    if (location.empty() || is_duplicate) return;
+    report_.findings.push_back({severity, check, location, description, remedy});
   }
 
   void check_hardware() {
@@ -206,7 +207,7 @@ class PrecisionChecker final : OpObserver {
     }
     if (name == "aten::_to_copy" || name == "aten::copy_") {
       const c10::IValue& source = op.inputs[name == "aten::copy_" ? 1 : 0];
-      if (source.isTensor()) cast_tensors_.insert(tensor_names_.find_name(source.toTensor()));
+      if (source.isTensor()) cast_tensor_names_.insert(tensor_names_.find_name(source.toTensor()));
     }
     const bool adds = name == "aten::addmm" || name == "aten::baddbmm";
     if (adds || name == "aten::mm" || name == "aten::bmm") {
@@ -391,7 +392,7 @@ class PrecisionChecker final : OpObserver {
       if (!tensor.is_floating_point() || !is_readable(tensor)) continue;
       const TensorSummary summary = summarize({tensor}).front();
       if (summary.nans > 0 || (is_parameter && summary.infs > 0)) nonfinite.push_back(name);
-      if (has_completed_ && !cast_tensors_.contains(name)) continue;
+      if (has_completed_ && !cast_tensor_names_.contains(name)) continue;
       if (overflows(summary.max_abs, report_.dtype)) {
         overflowing.push_back(name);
         max_abs = std::max(max_abs, summary.max_abs);
@@ -441,7 +442,7 @@ class PrecisionChecker final : OpObserver {
   }
 
   TensorsByName parameters_, buffers_, inputs_;
-  TensorNames tensor_names_;  // of all three
+  TensorNameLookup tensor_names_;  // of all three
   std::function<std::vector<at::Tensor>()> forward_;
   PrecisionCheckOptions options_;
   PrecisionReport report_;
@@ -449,7 +450,7 @@ class PrecisionChecker final : OpObserver {
 
   // Observations of the forward passes.
   std::map<std::string, std::set<std::string>> unaligned_products_;  // with their modules
-  std::set<std::string> cast_tensors_;
+  std::set<std::string> cast_tensor_names_;
   std::string last_op_, last_module_ = "before the first layer";
   bool last_op_threw_ = false;
   bool is_random_ = false;      // whether an op drew random numbers

@@ -64,7 +64,7 @@ class RunReport {
   }
 
   /// Returns the page.
-  std::string html() const {
+  std::string to_html() const {
     const std::string title = detail::escape_html(title_);
     return "<!doctype html>\n<html lang=en><meta charset=utf-8>"
            "<meta name=viewport content='width=device-width,initial-scale=1'><title>" +
@@ -74,7 +74,7 @@ class RunReport {
 
   /// Writes the page to a file. \throws c10::Error if it cannot be written
   void save(const std::string& path) const {
-    detail::FlushedFile(path, std::ios::trunc).write(html());
+    detail::FlushedFile(path, std::ios::trunc).write(to_html());
   }
 
  private:
@@ -103,8 +103,8 @@ class RunReport {
         skipped += step.skipped ? 1 : 0;
         memory = std::max(memory, step.memory_bytes.value_or(0));
         if (!step.tokens_per_second) continue;
-        seconds += step.seconds;
-        tokens += *step.tokens_per_second * step.seconds;
+        seconds += step.step_seconds;
+        tokens += *step.tokens_per_second * step.step_seconds;
       }
       const StepMetrics& last = steps_.back();
       add("steps", std::to_string(last.step - steps_.front().step + 1));

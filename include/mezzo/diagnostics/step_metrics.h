@@ -21,7 +21,7 @@ struct StepMetrics {
   bool skipped = false;                       ///< whether inf or NaN gradients skipped the step
   std::optional<double> grad_norm = std::nullopt;          ///< unscaled, before clipping
   std::optional<double> tokens_per_second = std::nullopt;  ///< since the previous `record`
-  double seconds = 0;  ///< since the previous `record`; 0 for the first step
+  double step_seconds = 0;  ///< since the previous `record`; 0 for the first step
   std::optional<double> learning_rate = std::nullopt;  ///< as passed to `record`
   /// With a loss on a CUDA device, peak bytes allocated there by libtorch; with any other loss, the
   /// resident memory of the process (Linux); without a loss, unset.

@@ -26,15 +26,15 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
-/// Statistics of one layer's sampled values. All double members are fractions of `sampled`.
+/// Statistics of one layer's sampled values. All double members are fractions of `num_samples`.
 struct LayerRangeStats {
-  std::string layer;         ///< as passed to `add`
-  std::int64_t sampled = 0;  ///< number of values
-  double zero = 0;           ///< equal to 0
-  double underflow = 0;      ///< nonzero, but rounded to 0 in the dtype
-  double subnormal = 0;      ///< subnormal in the dtype, with fewer bits of precision
-  double overflow = 0;       ///< finite, but inf in the dtype
-  double nonfinite = 0;      ///< inf or NaN
+  std::string layer;             ///< as passed to `add`
+  std::int64_t num_samples = 0;  ///< number of values
+  double zero = 0;               ///< equal to 0
+  double underflow = 0;          ///< nonzero, but rounded to 0 in the dtype
+  double subnormal = 0;          ///< subnormal in the dtype, with fewer bits of precision
+  double overflow = 0;           ///< finite, but inf in the dtype
+  double nonfinite = 0;          ///< inf or NaN
   /// Exponents e, 2^e <= |value| < 2^(e + 1), of the smallest and largest finite nonzero magnitude.
   std::optional<int> min_exponent = std::nullopt;
   std::optional<int> max_exponent = std::nullopt;  ///< see min_exponent
@@ -42,8 +42,8 @@ struct LayerRangeStats {
 
 /// Options of an UnderflowReport.
 struct UnderflowReportOptions {
-  double loss_scale = 1;        ///< by which the values are scaled; used by suggest_loss_scale
-  std::int64_t samples = 8192;  ///< maximum number of values read per tensor, evenly spaced
+  double loss_scale = 1;            ///< by which the values are scaled; used by suggest_loss_scale
+  std::int64_t max_samples = 8192;  ///< maximum number of values read per tensor, evenly spaced
 };
 
 /// Counts, by layer, sampled values that leave the range of a low-precision dtype. Values may have
@@ -58,8 +58,8 @@ class UnderflowReport {
   /// \throws c10::Error for a dtype without an ExponentRange, and unless the options are positive
   explicit UnderflowReport(at::ScalarType dtype, const UnderflowReportOptions& options = {})
       : dtype_(dtype), options_(options), range_(ExponentRange::from_dtype(dtype)) {
-    TORCH_CHECK(options.samples > 0, "UnderflowReport: samples must be positive, but got ",
-                options.samples);
+    TORCH_CHECK(options.max_samples > 0, "UnderflowReport: max_samples must be positive, but got ",
+                options.max_samples);
     TORCH_CHECK(detail::is_above(options.loss_scale, 0),
                 "UnderflowReport: loss_scale must be positive, but got ", options.loss_scale,
                 "; pass scaler.get_scale()");
@@ -76,7 +76,8 @@ class UnderflowReport {
     const at::Tensor dense = values.is_sparse() ? values.detach().to_dense() : values.detach();
     const at::Tensor flat = dense.reshape({-1});
     // Odd, so that the samples do not all lie in one column of a matrix.
-    const std::int64_t stride = ((flat.numel() + options_.samples - 1) / options_.samples) | 1;
+    const std::int64_t stride =
+        ((flat.numel() + options_.max_samples - 1) / options_.max_samples) | 1;
     const at::Tensor samples =
         flat.slice(0, 0, flat.numel(), stride).cpu().to(at::kDouble).contiguous();
     auto counts = std::find_if(counts_.begin(), counts_.end(),
@@ -113,7 +114,7 @@ class UnderflowReport {
 
  private:
   void count_value(LayerRangeStats& counts, double value) const {
-    ++counts.sampled;
+    ++counts.num_samples;
     if (value == 0) return static_cast<void>(++counts.zero);
     if (detail::is_nonfinite(value)) return static_cast<void>(++counts.nonfinite);
     const int exponent = std::ilogb(value);
@@ -130,10 +131,10 @@ class UnderflowReport {
 
   /// Turns counts into fractions.
   static LayerRangeStats normalize(LayerRangeStats stats) {
-    const auto sampled = static_cast<double>(std::max<std::int64_t>(stats.sampled, 1));
+    const auto num_samples = static_cast<double>(std::max<std::int64_t>(stats.num_samples, 1));
     for (double* const fraction :
          {&stats.zero, &stats.underflow, &stats.subnormal, &stats.overflow, &stats.nonfinite}) {
-      *fraction /= sampled;
+      *fraction /= num_samples;
     }
     return stats;
   }
@@ -154,7 +155,7 @@ inline double suggest_loss_scale(const UnderflowReport& gradients, int margin = 
   constexpr double kMaxExponent = 24;
   const LayerRangeStats total = gradients.total();
   TORCH_CHECK(
-      total.sampled > 0,
+      total.num_samples > 0,
       "suggest_loss_scale: the report has no values; call add_gradients() after backward()");
   const ExponentRange range = ExponentRange::from_dtype(gradients.dtype());
   const bool has_overflowed = total.nonfinite > 0 || total.overflow > 0;
@@ -185,7 +186,7 @@ inline std::ostream& operator<<(std::ostream& stream, const UnderflowReport& rep
   for (const LayerRangeStats& stats : layers) {
     text += detail::format_row(
         widths,
-        {stats.layer, std::to_string(stats.sampled), format_significant(100 * stats.zero),
+        {stats.layer, std::to_string(stats.num_samples), format_significant(100 * stats.zero),
          format_significant(100 * stats.underflow), format_significant(100 * stats.subnormal),
          format_significant(100 * stats.overflow), format_significant(100 * stats.nonfinite),
          power(stats.min_exponent), power(stats.max_exponent)});

@@ -191,10 +191,10 @@ class Amp {
  private:
   struct LossScaler {
     GradScaler scaler;
-    bool is_unscaled = false;  ///< since the last update of the scale
+    bool has_pending_update = false;  ///< gradients were unscaled since the last update
   };
   /// An optimizer, the object that steps it, and its state between two steps.
-  struct ManagedOptimizer {
+  struct AmpOptimizer {
     torch::optim::Optimizer* optimizer;
     std::unique_ptr<MasterWeights> masters;
     OptimizerRef wrapped;
@@ -206,7 +206,7 @@ class Amp {
   struct BackwardPass {
     LossScaler* loss_scaler;
     at::Tensor scaled_loss{};
-    std::vector<ManagedOptimizer*> optimizers{};
+    std::vector<AmpOptimizer*> optimizers{};
     /// By optimizer; null without unscaled gradients.
     std::vector<std::unique_ptr<detail::GradientStash>> stashes{};
   };
@@ -216,7 +216,7 @@ class Amp {
       std::array<std::optional<detail::AutocastRegion>, detail::kAutocastDevices.size()>;
 
   void enter_autocast_regions(const torch::nn::Module& module, ForwardRegions& regions) const;
-  ManagedOptimizer& find_optimizer(const torch::optim::Optimizer& optimizer);
+  AmpOptimizer& find_optimizer(const torch::optim::Optimizer& optimizer);
   LossScaler& find_loss_scaler(int64_t loss_id);
   BackwardPass prepare_backward(const at::Tensor& loss, const OptimizerRefs& optimizers,
                                 const ScaleLossOptions& options);
@@ -232,7 +232,7 @@ class Amp {
   bool enabled_;
   OpOverridesHandle op_overrides_;
   std::vector<detail::AmpModel> models_;
-  std::vector<ManagedOptimizer> optimizers_;
+  std::vector<AmpOptimizer> optimizers_;
   std::vector<LossScaler> loss_scalers_;
   /// Checks and steps with unscaled gradients: its scale is 1.
   GradScaler unit_scaler_{{.mode = LossScaleMode::none, .allow_fp16_gradients = true}};

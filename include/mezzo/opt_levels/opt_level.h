@@ -136,7 +136,8 @@ class OptLevel {
     if (properties_.cast_model_outputs) return properties_.cast_model_outputs;
     return cast_model_type() ? std::optional(at::ScalarType::Float) : std::nullopt;
   }
-  /// Returns whether the forward pass runs under autocast, in `precision().compute_dtype`.
+  /// Returns whether the forward pass runs under autocast, in
+  /// `mixed_precision_policy().compute_dtype`.
   bool uses_autocast() const noexcept { return properties_.uses_autocast; }
   /// Returns whether batch norms stay in float32.
   bool keep_batchnorm_fp32() const noexcept {
@@ -149,7 +150,7 @@ class OptLevel {
 
   /// Returns the dtypes of the level. `param_dtype` is that of the weights in the optimizer:
   /// float32 with master weights. `output_dtype` equals `compute_dtype` if outputs are not cast.
-  MixedPrecisionPolicy precision() const;
+  MixedPrecisionPolicy mixed_precision_policy() const;
 
   /// Returns the text that Apex prints, from "Selected optimization level O1:" to the options after
   /// overrides.
@@ -247,7 +248,7 @@ inline void OptLevel::check_overrides(const Properties& level, const OptLevelOve
     TORCH_CHECK(false, "OptLevel ", level.name, ": ", option,
                 " contradicts opt_level = ", level.name, remedy);
   };
-  const auto as_text = [](bool value) { return value ? "true" : "false"; };
+  const auto to_text = [](bool value) { return value ? "true" : "false"; };
   if (overrides.patch_torch_functions.value_or(false) && !level.uses_autocast) {
     throw_contradiction(
         "patch_torch_functions = true",
@@ -255,12 +256,12 @@ inline void OptLevel::check_overrides(const Properties& level, const OptLevelOve
   }
   if (level.uses_autocast && overrides.keep_batchnorm_fp32) {
     throw_contradiction(
-        c10::str("keep_batchnorm_fp32 = ", as_text(*overrides.keep_batchnorm_fp32)),
+        c10::str("keep_batchnorm_fp32 = ", to_text(*overrides.keep_batchnorm_fp32)),
         ", whose weights are float32, also those of batch norms; leave the option out, or pass "
         "OpOverrides");
   }
   if (level.uses_autocast && overrides.master_weights) {
-    throw_contradiction(c10::str("master_weights = ", as_text(*overrides.master_weights)),
+    throw_contradiction(c10::str("master_weights = ", to_text(*overrides.master_weights)),
                         ", whose weights are float32; leave the option out, or choose O2");
   }
   if (type == at::ScalarType::Float) return;
@@ -278,7 +279,7 @@ inline void OptLevel::check_overrides(const Properties& level, const OptLevelOve
   }
 }
 
-inline MixedPrecisionPolicy OptLevel::precision() const {
+inline MixedPrecisionPolicy OptLevel::mixed_precision_policy() const {
   const at::ScalarType model = cast_model_type().value_or(at::ScalarType::Float);
   const at::ScalarType compute_dtype = uses_autocast() ? properties_.low_precision : model;
   return {.param_dtype = master_weights() ? at::ScalarType::Float : model,

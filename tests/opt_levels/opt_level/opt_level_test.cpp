@@ -23,7 +23,9 @@ using testing::AllOf;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
 
-std::string precision_of(const OptLevel& level) { return level.precision().to_string(); }
+std::string precision_of(const OptLevel& level) {
+  return level.mixed_precision_policy().to_string();
+}
 
 TEST(OptLevel, PropertiesMatchApex) {
   constexpr std::nullopt_t kNotCast = std::nullopt;
@@ -153,7 +155,8 @@ TEST(OptLevelOverrides, AcceptRedundantOverrides) {
   EXPECT_NO_THROW(OptLevel::O1({.patch_torch_functions = true}));
   EXPECT_NO_THROW(OptLevel::O2({.patch_torch_functions = false}));
   EXPECT_NO_THROW(OptLevel::O2_bf16({.cast_model_type = torch::kBFloat16}));
-  EXPECT_EQ(OptLevel::O2({.cast_model_type = torch::kFloat, .master_weights = false}).precision(),
+  EXPECT_EQ(OptLevel::O2({.cast_model_type = torch::kFloat, .master_weights = false})
+                .mixed_precision_policy(),
             MixedPrecisionPolicy());
   EXPECT_NO_THROW(OptLevel::O0({.keep_batchnorm_fp32 = true, .master_weights = false}));
 }

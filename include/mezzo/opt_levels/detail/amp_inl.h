@@ -104,7 +104,8 @@ inline bool is_batch_norm(const torch::nn::Module& module) {
 /// integer buffers too; a batch norm's num_batches_tracked would then stop at 2048 in float16.
 inline void cast_model(torch::nn::Module& model, at::ScalarType dtype, bool keep_batchnorm_fp32) {
   const c10::NoGradGuard no_grad;
-  std::unordered_set<const c10::TensorImpl*> kept;  // also if another module shares them
+  std::unordered_set<const c10::TensorImpl*>
+      batch_norm_tensors;  // also if another module shares them
   const auto each_tensor = [](torch::nn::Module& module, const auto& visit) {
     for (const at::Tensor& parameter : module.parameters(/*recurse=*/false)) visit(parameter);
     for (const at::Tensor& buffer : module.buffers(/*recurse=*/false)) visit(buffer);
@@ -114,11 +115,12 @@ inline void cast_model(torch::nn::Module& model, at::ScalarType dtype, bool keep
   };
   model.apply([&](torch::nn::Module& module) {
     if (!keep_batchnorm_fp32 || !is_batch_norm(module)) return;
-    each_tensor(module, [&](const at::Tensor& t) { kept.insert(t.unsafeGetTensorImpl()); });
+    each_tensor(module,
+                [&](const at::Tensor& t) { batch_norm_tensors.insert(t.unsafeGetTensorImpl()); });
   });
   model.apply([&](torch::nn::Module& module) {
     each_tensor(module, [&](const at::Tensor& tensor) {
-      if (!kept.contains(tensor.unsafeGetTensorImpl())) cast_in_place(tensor, dtype);
+      if (!batch_norm_tensors.contains(tensor.unsafeGetTensorImpl())) cast_in_place(tensor, dtype);
     });
     flatten(dynamic_cast<torch::nn::RNNImpl*>(&module));
     flatten(dynamic_cast<torch::nn::LSTMImpl*>(&module));
@@ -256,12 +258,12 @@ inline Amp::Amp(ModelRefs models, const OptimizerRefs& optimizers, const OptLeve
               ", which does not use autocast; use O1, or leave them out");
   if (enabled_) detail::check_models_and_optimizers(models, optimizers, level);
   for (torch::optim::Optimizer* optimizer : optimizers.optimizers()) {
-    ManagedOptimizer& managed =
-        optimizers_.emplace_back(ManagedOptimizer{optimizer, nullptr, *optimizer});
+    AmpOptimizer& amp_optimizer =
+        optimizers_.emplace_back(AmpOptimizer{optimizer, nullptr, *optimizer});
     if (!enabled_ || !level.master_weights()) continue;
-    if (managed.wrapped.mixed_precision() != nullptr) continue;
-    managed.masters = std::make_unique<MasterWeights>(*optimizer);
-    managed.wrapped = OptimizerRef(*managed.masters);
+    if (amp_optimizer.wrapped.mixed_precision() != nullptr) continue;
+    amp_optimizer.masters = std::make_unique<MasterWeights>(*optimizer);
+    amp_optimizer.wrapped = OptimizerRef(*amp_optimizer.masters);
   }
   for (int64_t i = 0; i < options.num_losses; ++i) {
     GradScalerOptions scaler_options = level.loss_scale();
@@ -328,9 +330,10 @@ inline void Amp::enter_autocast_regions(const torch::nn::Module& module,
     };
     const auto& parameters = model->parameters;
     if (!parameters.empty() && std::ranges::none_of(parameters, is_on_device)) continue;
-    regions[i].emplace(detail::validated_options({.device_type = device,
-                                                  .dtype = level_.precision().compute_dtype,
-                                                  .op_overrides = op_overrides_}));
+    regions[i].emplace(
+        detail::validated_options({.device_type = device,
+                                   .dtype = level_.mixed_precision_policy().compute_dtype,
+                                   .op_overrides = op_overrides_}));
   }
 }
 
@@ -378,11 +381,11 @@ inline Amp::BackwardPass Amp::prepare_backward(const at::Tensor& loss,
   }
   if (!enabled_) return pass;
   check_no_shared_parameters();
-  if (pass.loss_scaler->is_unscaled) {
+  if (pass.loss_scaler->has_pending_update) {
     unscale_gradients(*pass.loss_scaler);
     update_scale(*pass.loss_scaler);
   }
-  for (const ManagedOptimizer* optimizer : pass.optimizers) {
+  for (const AmpOptimizer* optimizer : pass.optimizers) {
     LossScaler* const other = optimizer->loss_scaler;
     if (other == nullptr || other == pass.loss_scaler) continue;
     unscale_gradients(*other);
@@ -390,14 +393,14 @@ inline Amp::BackwardPass Amp::prepare_backward(const at::Tensor& loss,
   }
   const bool is_low_precision = detail::is_low_precision(loss);
   pass.scaled_loss = pass.loss_scaler->scaler.scale(is_low_precision ? loss.to(at::kFloat) : loss);
-  for (const ManagedOptimizer* managed : pass.optimizers) {
+  for (const AmpOptimizer* amp_optimizer : pass.optimizers) {
     auto& stash = pass.stashes.emplace_back();
-    if (managed->has_pending_step && managed->loss_scaler == nullptr) {
+    if (amp_optimizer->has_pending_step && amp_optimizer->loss_scaler == nullptr) {
       stash = std::make_unique<detail::GradientStash>(
-          detail::OptimizerDescription{"", managed->optimizer->param_groups()}.parameters());
+          detail::OptimizerDescription{"", amp_optimizer->optimizer->param_groups()}.parameters());
     }
   }
-  for (ManagedOptimizer* optimizer : pass.optimizers) {  // after everything that may throw
+  for (AmpOptimizer* optimizer : pass.optimizers) {  // after everything that may throw
     optimizer->has_pending_step = true;
     optimizer->loss_scaler = pass.loss_scaler;
   }
@@ -414,8 +417,8 @@ inline void Amp::post_backward(const BackwardPass& pass, bool delay_unscale) {
   unscale_gradients(*pass.loss_scaler);
   if (!delay_unscale) {
     std::vector<const torch::optim::Optimizer*> optimizers;
-    for (const ManagedOptimizer* managed : pass.optimizers) {
-      optimizers.push_back(managed->optimizer);
+    for (const AmpOptimizer* amp_optimizer : pass.optimizers) {
+      optimizers.push_back(amp_optimizer->optimizer);
     }
     detail::propagate_found_inf(optimizers);
   }
@@ -426,29 +429,30 @@ inline void Amp::post_backward(const BackwardPass& pass, bool delay_unscale) {
 }
 
 inline void Amp::unscale_gradients(LossScaler& loss_scaler) {
-  for (ManagedOptimizer& managed : optimizers_) {
-    if (managed.loss_scaler != &loss_scaler) continue;
-    if (detail::find_any_gradient(*managed.optimizer).defined()) {
-      loss_scaler.scaler.unscale_(managed.wrapped);
-      loss_scaler.is_unscaled = true;
+  for (AmpOptimizer& amp_optimizer : optimizers_) {
+    if (amp_optimizer.loss_scaler != &loss_scaler) continue;
+    if (detail::find_any_gradient(*amp_optimizer.optimizer).defined()) {
+      loss_scaler.scaler.unscale_(amp_optimizer.wrapped);
+      loss_scaler.has_pending_update = true;
     }
-    managed.loss_scaler = nullptr;
+    amp_optimizer.loss_scaler = nullptr;
   }
 }
 
 inline void Amp::update_scale(LossScaler& loss_scaler) {
   // The flag first: an on_skip callback may throw.
-  if (std::exchange(loss_scaler.is_unscaled, false)) loss_scaler.scaler.update();
+  if (std::exchange(loss_scaler.has_pending_update, false)) loss_scaler.scaler.update();
 }
 
 /// Throws for a parameter in two optimizers, which would both unscale its gradient.
 inline void Amp::check_no_shared_parameters() const {
   if (optimizers_.size() < 2) return;
-  std::unordered_map<const c10::TensorImpl*, const torch::optim::Optimizer*> optimizer_of;
-  for (const ManagedOptimizer& managed : optimizers_) {
-    const auto* const optimizer = managed.optimizer;
+  std::unordered_map<const c10::TensorImpl*, const torch::optim::Optimizer*> optimizer_by_param;
+  for (const AmpOptimizer& amp_optimizer : optimizers_) {
+    const auto* const optimizer = amp_optimizer.optimizer;
     detail::for_each_parameter(*optimizer, [&](const at::Tensor& parameter) {
-      const auto entry = optimizer_of.emplace(parameter.unsafeGetTensorImpl(), optimizer).first;
+      const auto entry =
+          optimizer_by_param.emplace(parameter.unsafeGetTensorImpl(), optimizer).first;
       TORCH_CHECK(
           entry->second == optimizer, "backward: two optimizers hold ",
           detail::OptimizerDescription{"", optimizer->param_groups()}.describe_param(parameter),
@@ -459,17 +463,17 @@ inline void Amp::check_no_shared_parameters() const {
 
 inline StepResult Amp::step(torch::optim::Optimizer& optimizer, const StepOptions& options) {
   check_not_in_backward("step");
-  ManagedOptimizer& managed = find_optimizer(optimizer);
-  if (!enabled_) return scaler().step(managed.wrapped, options);
-  TORCH_CHECK(managed.has_pending_step,
+  AmpOptimizer& amp_optimizer = find_optimizer(optimizer);
+  if (!enabled_) return scaler().step(amp_optimizer.wrapped, options);
+  TORCH_CHECK(amp_optimizer.has_pending_step,
               "step: no loss was scaled for this optimizer since its last step; call "
               "amp.backward(loss, optimizer) before each amp.step");
-  if (LossScaler* const loss_scaler = managed.loss_scaler) {
+  if (LossScaler* const loss_scaler = amp_optimizer.loss_scaler) {
     unscale_gradients(*loss_scaler);
     update_scale(*loss_scaler);
   }
-  StepResult result = step_if_finite(managed.wrapped, options);
-  managed.has_pending_step = false;
+  StepResult result = step_if_finite(amp_optimizer.wrapped, options);
+  amp_optimizer.has_pending_step = false;
   return result;
 }
 
@@ -488,10 +492,10 @@ inline StepResult Amp::step_if_finite(OptimizerRef optimizer, const StepOptions&
 
 inline void Amp::zero_grad(torch::optim::Optimizer& optimizer, bool set_to_none) {
   check_not_in_backward("zero_grad");
-  ManagedOptimizer& managed = find_optimizer(optimizer);
+  AmpOptimizer& amp_optimizer = find_optimizer(optimizer);
   optimizer.zero_grad(set_to_none);
-  managed.has_pending_step = false;
-  managed.loss_scaler = nullptr;
+  amp_optimizer.has_pending_step = false;
+  amp_optimizer.loss_scaler = nullptr;
 }
 
 inline std::vector<at::Tensor> Amp::master_params(torch::optim::Optimizer& optimizer) {
@@ -503,13 +507,13 @@ inline OptimizerRef& Amp::wrapped_optimizer(torch::optim::Optimizer& optimizer) 
 }
 
 /// Returns the entry of an optimizer. First creates the masters of new param groups.
-inline Amp::ManagedOptimizer& Amp::find_optimizer(const torch::optim::Optimizer& optimizer) {
-  ManagedOptimizer* found = nullptr;
-  for (ManagedOptimizer& managed : optimizers_) {
-    if (enabled_ && level_.master_weights() && managed.masters == nullptr) {
-      managed.wrapped.mixed_precision()->enable_master_weights();
+inline Amp::AmpOptimizer& Amp::find_optimizer(const torch::optim::Optimizer& optimizer) {
+  AmpOptimizer* found = nullptr;
+  for (AmpOptimizer& amp_optimizer : optimizers_) {
+    if (enabled_ && level_.master_weights() && amp_optimizer.masters == nullptr) {
+      amp_optimizer.wrapped.mixed_precision()->enable_master_weights();
     }
-    if (managed.optimizer == &optimizer) found = &managed;
+    if (amp_optimizer.optimizer == &optimizer) found = &amp_optimizer;
   }
   TORCH_CHECK(found != nullptr,
               "optimizer: it was not passed to mezzo::initialize; pass the object that was");
@@ -526,8 +530,9 @@ inline Amp::LossScaler& Amp::find_loss_scaler(int64_t loss_id) {
 // --- State ---------------------------------------------------------------------------------------
 
 inline void Amp::check_no_pending_step(const char* call) const {
-  const bool is_pending = std::ranges::any_of(
-      optimizers_, [](const ManagedOptimizer& managed) { return managed.has_pending_step; });
+  const bool is_pending = std::ranges::any_of(optimizers_, [](const AmpOptimizer& amp_optimizer) {
+    return amp_optimizer.has_pending_step;
+  });
   TORCH_CHECK(!is_pending, call,
               ": a loss was scaled for an optimizer that has not stepped yet; call it after "
               "amp.step, or amp.zero_grad to discard the gradients");
