@@ -35,8 +35,8 @@ def check(result, expected):
 
 
 output = ""
-of_unit = collections.Counter()
-in_unit = []
+unit_expected = collections.Counter()
+unit_sources = []
 for source in map(pathlib.Path, sources):
     text = source.read_text()
     expected = collections.Counter(re.findall(r"^// (?:error|note): (.+)$", text, re.M))
@@ -44,8 +44,8 @@ for source in map(pathlib.Path, sources):
     if not expected:
         failures.append(f"{source}: expects nothing")
     if flags is None:
-        of_unit.update(expected)
-        in_unit.append(source)
+        unit_expected.update(expected)
+        unit_sources.append(source)
         continue
     directories = [a for i, a in enumerate(command) if a.startswith(("-I", "-isystem")) or command[i - 1] == "-isystem"]
     result = compile_stderr([command[0], *flags[1].split(), *directories, source.name], source.parent)
@@ -54,7 +54,7 @@ for source in map(pathlib.Path, sources):
     if errors != 1:
         failures.append(f"{source}: {errors} errors")
 result = compile_stderr(command, entry["directory"])
-output += check(result, of_unit)
-failures += [f"{source}: no error" for source in in_unit if f"{source.name}:" not in result.stderr]
+output += check(result, unit_expected)
+failures += [f"{source}: no error" for source in unit_sources if f"{source.name}:" not in result.stderr]
 if failures:
     sys.exit(output + "\n".join(failures))

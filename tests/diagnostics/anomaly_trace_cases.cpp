@@ -16,7 +16,7 @@
 
 #include "diagnostics_cases.h"
 
-#define MEZZO_OF_X(...) [](const Tensor& x) -> Tensor { return __VA_ARGS__; }
+#define MEZZO_OP(...) [](const Tensor& x) -> Tensor { return __VA_ARGS__; }
 
 namespace diagnostics_test {
 namespace {
@@ -51,12 +51,12 @@ std::string trace_op(const Op& op, at::ScalarType dtype = torch::kFloat) {
 }
 
 /// A float32 op between the layers of the model.
-Run traced_op(Op faulty, Op fixed_op) {
+Run trace_op_case(Op faulty, Op fixed_op) {
   return [=](bool fixed) { return trace_op(fixed ? fixed_op : faulty); };
 }
 
 /// An op with float16 input, fixed by `fixed_dtype`.
-Run traced_float16_op(Op op, at::ScalarType fixed_dtype) {
+Run trace_float16_op_case(Op op, at::ScalarType fixed_dtype) {
   return [=](bool fixed) {
     const at::ScalarType dtype = fixed ? fixed_dtype : torch::kHalf;
     return trace_op([=](const Tensor& x) { return op(x.to(dtype)).to(torch::kFloat); }, dtype);
@@ -65,7 +65,7 @@ Run traced_float16_op(Op op, at::ScalarType fixed_dtype) {
 
 /// A custom model with the loss `loss(model, fixed)`.
 template <class Model>
-Run traced_model(std::function<Model(bool)> make, std::function<Tensor(Model&, bool)> loss) {
+Run trace_model_case(std::function<Model(bool)> make, std::function<Tensor(Model&, bool)> loss) {
   return [=](bool fixed) {
     torch::manual_seed(0);
     Model model = make(fixed);
@@ -74,7 +74,7 @@ Run traced_model(std::function<Model(bool)> make, std::function<Tensor(Model&, b
 }
 
 /// A loss of the model's output.
-Run traced_loss(std::function<Tensor(const Tensor& output, bool fixed)> loss) {
+Run trace_loss_case(std::function<Tensor(const Tensor& output, bool fixed)> loss) {
   return [=](bool fixed) {
     TestModelImpl model;
     return trace_step(model, torch::kFloat,
@@ -82,7 +82,7 @@ Run traced_loss(std::function<Tensor(const Tensor& output, bool fixed)> loss) {
   };
 }
 
-Run traced_weight(const std::string& parameter, float value) {
+Run trace_weight_case(const std::string& parameter, float value) {
   return [=](bool fixed) {
     TestModelImpl model;
     if (!fixed) set_element(model.parameter(parameter), 0, value);
@@ -100,7 +100,7 @@ std::string trace_layer(Layer layer, const Tensor& batch, at::ScalarType dtype) 
 
 /// A layer under autocast to float16, fixed by bfloat16.
 template <class Layer>
-Run traced_layer(std::function<Layer()> make, const Tensor& batch) {
+Run trace_layer_case(std::function<Layer()> make, const Tensor& batch) {
   return [=](bool fixed) {
     const Layer layer = make();
     return trace_layer(layer, batch, fixed ? torch::kBFloat16 : torch::kHalf);
@@ -203,14 +203,14 @@ Tensor padded_attention(nn::MultiheadAttention& attention, bool fixed) {
   return std::get<0>(attention->forward(x, x, x, padding)).square().mean();
 }
 
-Tensor ctc_of(const Tensor& output, std::int64_t labels, bool zero_infinity = false) {
+Tensor make_ctc_loss(const Tensor& output, std::int64_t labels, bool zero_infinity = false) {
   const auto length = [](std::int64_t steps) { return torch::full({1}, steps, torch::kLong); };
   return torch::ctc_loss(output.unsqueeze(1).log_softmax(-1),
                          torch::arange(labels).remainder(7).add(1).unsqueeze(0), length(8),
                          length(labels), 0, at::Reduction::Mean, zero_infinity);
 }
 
-Tensor with_raw_write(const Tensor& x, bool fixed) {
+Tensor add_raw_write(const Tensor& x, bool fixed) {
   const Tensor raw = torch::zeros_like(x);
   raw.mutable_data_ptr<float>()[3] = fixed ? 1 : kNan;
   return x + raw;
@@ -256,107 +256,107 @@ std::vector<FaultCase> anomaly_trace_cases() {
   std::vector<FaultCase> faults = {
       {"LogOfZero",
        "a log of 0 in the forward pass",
-       traced_op(MEZZO_OF_X((x * 0).log()), MEZZO_OF_X((x * 0).clamp_min(1e-6).log())),
+       trace_op_case(MEZZO_OP((x * 0).log()), MEZZO_OP((x * 0).clamp_min(1e-6).log())),
        {"forward pass: aten::log (after norm)", "finite either: log of 0"}},
       {"LogOfNegative",
        "a log of -1.5",
-       traced_op(MEZZO_OF_X((x * 0 - 1.5).log()), MEZZO_OF_X((x * 0 - 1.5).clamp_min(1e-6).log())),
+       trace_op_case(MEZZO_OP((x * 0 - 1.5).log()), MEZZO_OP((x * 0 - 1.5).clamp_min(1e-6).log())),
        {"Inputs: float32 [8, 8] in [-1.5, -1.5]", "finite either: log of a negative number"}},
       {"SqrtOfBothSigns",
        "a square root of positive and negative numbers",
-       traced_op(MEZZO_OF_X((x + 0.5).sqrt()), MEZZO_OF_X((x + 0.5).clamp_min(1e-6).sqrt())),
+       trace_op_case(MEZZO_OP((x + 0.5).sqrt()), MEZZO_OP((x + 0.5).clamp_min(1e-6).sqrt())),
        {"aten::sqrt (after norm)", "finite either: square root of a negative number"}},
       {"MeanOverNoLabels",
        "a sum divided by an integer count of 0",
-       traced_loss([](const Tensor& y, bool fixed) {
+       trace_loss_case([](const Tensor& y, bool fixed) {
          const Tensor labels = torch::zeros({}, torch::kLong);
          return (y + 10).sum() / (fixed ? labels + 1e-6 : labels);
        }),
        {"forward pass: aten::div (after head)", "unknown"}},
       {"MeanOfNothing",
        "the mean of an empty masked_select",
-       traced_loss([](const Tensor& y, bool fixed) {
+       trace_loss_case([](const Tensor& y, bool fixed) {
          return y.masked_select(y > (fixed ? -100 : 100)).mean();
        }),
        {"aten::mean (after head)", "unknown"}},
       {"LossOfNoBoxes",
        "a smooth L1 loss without matched boxes",
-       traced_loss([](const Tensor& y, bool fixed) {
+       trace_loss_case([](const Tensor& y, bool fixed) {
          const Tensor boxes = y.slice(0, 0, fixed ? 8 : 0);
          return F::smooth_l1_loss(boxes, torch::zeros_like(boxes));
        }),
        {"aten::smooth_l1_loss (after head)", "Inputs: none", "unknown"}},
       {"LossOfNoTokens",
        "a cross entropy of no tokens",
-       traced_loss([](const Tensor& y, bool fixed) {
+       trace_loss_case([](const Tensor& y, bool fixed) {
          const std::int64_t tokens = fixed ? 8 : 0;
          return F::cross_entropy(y.slice(0, 0, tokens), torch::zeros({tokens}, torch::kLong));
        }),
        {"aten::cross_entropy_loss (after head)", "unknown"}},
       {"SqrtOfZeroInBackward",
        "the gradient of sqrt at 0",
-       traced_op(MEZZO_OF_X((x - x).sqrt() * x), MEZZO_OF_X((x - x + 1e-6).sqrt() * x)),
+       trace_op_case(MEZZO_OP((x - x).sqrt() * x), MEZZO_OP((x - x + 1e-6).sqrt() * x)),
        {"backward pass: ", "of SqrtBackward0 (after norm)", "finite either: division by 0"}},
       {"LogUnderWhere",
        "where(x > 0, log(x), 0)",
-       traced_op(MEZZO_OF_X(torch::where(x > 0, (x * (x > 0)).log(), 0)),
-              MEZZO_OF_X(torch::where(x > 0, (x * (x > 0)).clamp_min(1e-6).log(), 0))),
+       trace_op_case(MEZZO_OP(torch::where(x > 0, (x * (x > 0)).log(), 0)),
+              MEZZO_OP(torch::where(x > 0, (x * (x > 0)).clamp_min(1e-6).log(), 0))),
        {"backward pass: ", "of LogBackward0 (after norm)", "finite either: division by 0"}},
       {"PowerOfZeroInBackward",
        "the gradient of 0 to the power of 0.5",
-       traced_op(MEZZO_OF_X(x * (x - x).pow(0.5)), MEZZO_OF_X(x * (x - x).clamp_min(1e-6).pow(0.5))),
+       trace_op_case(MEZZO_OP(x * (x - x).pow(0.5)), MEZZO_OP(x * (x - x).clamp_min(1e-6).pow(0.5))),
        {"backward pass: ", "of PowBackward0", "unknown"}},
       {"ZeroToANegativePower",
        "0 to the power of -0.5, with a tensor of exponents",
-       traced_op(MEZZO_OF_X((x * 0).pow(torch::full({8}, -0.5))),
-              MEZZO_OF_X((x * 0).clamp_min(1e-2).pow(torch::full({8}, -0.5)))),
+       trace_op_case(MEZZO_OP((x * 0).pow(torch::full({8}, -0.5))),
+              MEZZO_OP((x * 0).clamp_min(1e-2).pow(torch::full({8}, -0.5)))),
        {"forward pass: aten::pow (after norm)", "unknown"}},
       {"Log1pOfMinusOne",
        "log1p of -1",
-       traced_op(MEZZO_OF_X((x * 0 - 1).log1p()), MEZZO_OF_X((x * 0 - 1).clamp_min(1e-3 - 1).log1p())),
+       trace_op_case(MEZZO_OP((x * 0 - 1).log1p()), MEZZO_OP((x * 0 - 1).clamp_min(1e-3 - 1).log1p())),
        {"forward pass: aten::log1p (after norm)", "finite either: log1p of"}},
       {"LogitOfOne",
        "the logit of a sigmoid that rounds to 1",
-       traced_op(MEZZO_OF_X((x * 0 + 30).sigmoid().logit()),
-              MEZZO_OF_X((x * 0 + 30).sigmoid().clamp(1e-3, 1 - 1e-3).logit())),
+       trace_op_case(MEZZO_OP((x * 0 + 30).sigmoid().logit()),
+              MEZZO_OP((x * 0 + 30).sigmoid().clamp(1e-3, 1 - 1e-3).logit())),
        {"forward pass: aten::logit (after norm)", "unknown"}},
       {"AcoshBelowOne",
        "acosh of 0.5",
-       traced_op(MEZZO_OF_X((x * 0 + 0.5).acosh()),
-              MEZZO_OF_X((x * 0 + 0.5).clamp_min(1 + 1e-3).acosh())),
+       trace_op_case(MEZZO_OP((x * 0 + 0.5).acosh()),
+              MEZZO_OP((x * 0 + 0.5).clamp_min(1 + 1e-3).acosh())),
        {"forward pass: aten::acosh (after norm)", "unknown"}},
       {"DeterminantOfASingularMatrix",
        "the log-determinant of a zero covariance",
-       traced_op(MEZZO_OF_X((x * 0).t().mm(x).logdet() * x),
-              MEZZO_OF_X(((x * 0).t().mm(x) + torch::eye(8) * 1e-2).logdet() * x)),
+       trace_op_case(MEZZO_OP((x * 0).t().mm(x).logdet() * x),
+              MEZZO_OP(((x * 0).t().mm(x) + torch::eye(8) * 1e-2).logdet() * x)),
        {"aten::logdet (after norm)", "unknown"}},
       {"EqualEigenvalues",
        "the gradient of eigenvectors with equal eigenvalues",
-       traced_op(MEZZO_OF_X(eigenvectors(x, torch::eye(8))),
-              MEZZO_OF_X(eigenvectors(x, torch::arange(8).to(torch::kFloat).diag()))),
+       trace_op_case(MEZZO_OP(eigenvectors(x, torch::eye(8))),
+              MEZZO_OP(eigenvectors(x, torch::arange(8).to(torch::kFloat).diag()))),
        {"backward pass: ", "of LinalgEighBackward0", "finite either: division by 0"}},
       {"AcosOutOfRange",
        "acos of 2",
-       traced_op(MEZZO_OF_X((x * 0 + 2).acos()), MEZZO_OF_X((x * 0 + 2).clamp(-0.999, 0.999).acos())),
+       trace_op_case(MEZZO_OP((x * 0 + 2).acos()), MEZZO_OP((x * 0 + 2).clamp(-0.999, 0.999).acos())),
        {"forward pass: aten::acos (after norm)", "finite either: acos of a number outside"}},
       {"AngleOfEqualVectors",
        "the gradient of acos at 1",
-       traced_op(MEZZO_OF_X(x * (x * 0 + 1).acos()),
-              MEZZO_OF_X(x * (x * 0 + 1).clamp(-0.999, 0.999).acos())),
+       trace_op_case(MEZZO_OP(x * (x * 0 + 1).acos()),
+              MEZZO_OP(x * (x * 0 + 1).clamp(-0.999, 0.999).acos())),
        {"backward pass: ", "of AcosBackward0", "finite either: division by 0"}},
       {"ExpInFloat32",
        "exp of 100",
-       traced_op(MEZZO_OF_X((x * 0 + 100).exp()), MEZZO_OF_X((x * 0 + 80).exp())),
+       trace_op_case(MEZZO_OP((x * 0 + 100).exp()), MEZZO_OP((x * 0 + 80).exp())),
        {"forward pass: aten::exp (after norm)", "In float64 the result is finite, up to"},
        "reduce the magnitude of its result"},
       {"StdOfOneValue",
        "the standard deviation of one value",
-       traced_op(MEZZO_OF_X(x / x.slice(1, 0, 1).std(-1, true, true)),
-              MEZZO_OF_X(x / x.std(-1, true, true))),
+       trace_op_case(MEZZO_OP(x / x.slice(1, 0, 1).std(-1, true, true)),
+              MEZZO_OP(x / x.std(-1, true, true))),
        {"forward pass: aten::std (after norm)", "unknown"}},
       {"LayerNormOverOneElement",
        "a LayerNorm over one element with an eps of 0",
-       traced_model<nn::LayerNorm>(
+       trace_model_case<nn::LayerNorm>(
            [](bool fixed) {
              return nn::LayerNorm(nn::LayerNormOptions({1}).eps(fixed ? 1e-5 : 0));
            },
@@ -366,7 +366,7 @@ std::vector<FaultCase> anomaly_trace_cases() {
        {"forward pass: aten::layer_norm", "unknown"}},
       {"NegativeRunningVariance",
        "a batch norm in eval mode with a running variance of -1",
-       traced_model<nn::BatchNorm1d>(
+       trace_model_case<nn::BatchNorm1d>(
            [](bool fixed) {
              nn::BatchNorm1d norm(8);
              norm->running_var.fill_(-1);
@@ -378,42 +378,42 @@ std::vector<FaultCase> anomaly_trace_cases() {
        {"aten::batch_norm", "unknown"}},
       {"MaskTimesMinusInf",
        "scores masked with -inf, times a mask of 0",
-       traced_op(MEZZO_OF_X(x.masked_fill(upper(), -kInf) * upper().logical_not().to(torch::kFloat)),
-              MEZZO_OF_X(x.masked_fill(upper(), -kInf).masked_fill(upper(), 0))),
+       trace_op_case(MEZZO_OP(x.masked_fill(upper(), -kInf) * upper().logical_not().to(torch::kFloat)),
+              MEZZO_OP(x.masked_fill(upper(), -kInf).masked_fill(upper(), 0))),
        {"forward pass: aten::mul (after norm)", "unknown"}},
       {"MaxOfMaskedRow",
        "a manual softmax that subtracts the maximum of a row of -inf",
-       traced_op(MEZZO_OF_X(manual_softmax(x + torch::full_like(x, -kInf))),
-              MEZZO_OF_X(manual_softmax(x + torch::full_like(x, -kInf).triu(1)))),
+       trace_op_case(MEZZO_OP(manual_softmax(x + torch::full_like(x, -kInf))),
+              MEZZO_OP(manual_softmax(x + torch::full_like(x, -kInf).triu(1)))),
        {"forward pass: aten::sub (after norm)", "unknown"}},
       {"SoftmaxOfMaskedRow",
        "a softmax over a row of -inf",
-       traced_op(MEZZO_OF_X((x + torch::full_like(x, -kInf)).softmax(-1)),
-              MEZZO_OF_X((x + torch::full_like(x, -kInf).triu(1)).softmax(-1))),
+       trace_op_case(MEZZO_OP((x + torch::full_like(x, -kInf)).softmax(-1)),
+              MEZZO_OP((x + torch::full_like(x, -kInf).triu(1)).softmax(-1))),
        {"aten::softmax (after norm)", "unknown"}},
       {"LogSumExpOfMaskedRow",
        "the gradient of logsumexp over a row of -inf",
-       traced_op(MEZZO_OF_X(x * (x + torch::full_like(x, -kInf)).logsumexp(-1, true).exp()),
-              MEZZO_OF_X(x * (x + torch::full_like(x, -kInf).triu(1)).logsumexp(-1, true).exp())),
+       trace_op_case(MEZZO_OP(x * (x + torch::full_like(x, -kInf)).logsumexp(-1, true).exp()),
+              MEZZO_OP(x * (x + torch::full_like(x, -kInf).triu(1)).logsumexp(-1, true).exp())),
        {"backward pass: ", "of LogsumexpBackward0", "unknown"}},
       {"AttentionOverPadding",
        "MultiheadAttention with a sequence of padding only",
-       traced_model<nn::MultiheadAttention>([](bool) { return nn::MultiheadAttention(8, 2); },
+       trace_model_case<nn::MultiheadAttention>([](bool) { return nn::MultiheadAttention(8, 2); },
                                             padded_attention),
        {"aten::softmax", "unknown"}},
       {"LabelSmoothingWithBannedClass",
        "label smoothing with a score of -inf",
-       traced_loss(loss_with_banned_class),
+       trace_loss_case(loss_with_banned_class),
        {"aten::cross_entropy_loss (after head)", "unknown"}},
       {"LossOfNoLabels",
        "cross entropy with all labels ignored",
-       traced_loss([](const Tensor& y, bool fixed) {
+       trace_loss_case([](const Tensor& y, bool fixed) {
          return F::cross_entropy(y, torch::full({8}, fixed ? 1 : -100, torch::kLong));
        }),
        {"aten::cross_entropy_loss (after head)", "unknown"}},
       {"CtcWithTooManyLabels",
        "a CTC loss with more labels than time steps",
-       traced_loss([](const Tensor& y, bool fixed) { return ctc_of(y, 12, fixed); }),
+       trace_loss_case([](const Tensor& y, bool fixed) { return make_ctc_loss(y, 12, fixed); }),
        {"aten::ctc_loss", "unknown"}},
       {"NanInBatch",
        "a NaN in the batch",
@@ -428,7 +428,7 @@ std::vector<FaultCase> anomaly_trace_cases() {
       {"NanOfRawPointer",
        "a NaN written to a constant through a raw pointer",
        [](bool fixed) {
-         TestModelImpl model([=](const Tensor& x) { return with_raw_write(x, fixed); });
+         TestModelImpl model([=](const Tensor& x) { return add_raw_write(x, fixed); });
          return first_anomaly(model, [&] { model.forward(batch_of_ones()); });
        },
        {"aten::add (after norm)", "no traced op produced it"},
@@ -440,12 +440,12 @@ std::vector<FaultCase> anomaly_trace_cases() {
        "check the batch"},
       {"InfWeight",
        "an inf in head.weight",
-       traced_weight("head.weight", kInf),
+       trace_weight_case("head.weight", kInf),
        {"in head", "Parameter head.weight is not finite, and later steps cannot restore it"},
        "load an earlier checkpoint"},
       {"LogAfterHarmlessInfs",
        "a log of 0 after large scalars, a running minimum, a masked row and a manual sigmoid",
-       traced_op(log_after_harmless_infs, MEZZO_OF_X((x * 0).clamp_min(1e-6).log())),
+       trace_op_case(log_after_harmless_infs, MEZZO_OP((x * 0).clamp_min(1e-6).log())),
        {"forward pass: aten::log (after norm) produced float32", "finite either: log of 0", "rounding can turn"}},
       {"LossScaleTooHigh",
        "a loss scale of 2^24 in float16",
@@ -457,62 +457,62 @@ std::vector<FaultCase> anomaly_trace_cases() {
       // Values outside float16's range or precision.
       {"ExpInFloat16",
        "exp of 12 in float16",
-       traced_float16_op(MEZZO_OF_X((x * 0 + 12).exp()), bfloat16),
+       trace_float16_op_case(MEZZO_OP((x * 0 + 12).exp()), bfloat16),
        {"aten::exp (after norm)", "In float32 the result is finite, up to 1.63e+05"},
        "use bfloat16"},
       {"MaskTimesMinus1e9InFloat16",
        "(1 - mask) * -1e9 in float16",
-       traced_float16_op(MEZZO_OF_X((x + (1 - torch::zeros_like(x)) * -1e9).softmax(-1)), bfloat16),
+       trace_float16_op_case(MEZZO_OP((x + (1 - torch::zeros_like(x)) * -1e9).softmax(-1)), bfloat16),
        {"aten::mul (after norm)", "In float32 the result is finite, up to 1e+09"},
        "use bfloat16"},
       {"AttentionWithoutScale",
        "attention scores without the 1/sqrt(d) scale",
-       traced_float16_op(MEZZO_OF_X(torch::matmul(x * 150, (x * 150).t()).softmax(-1)), bfloat16),
+       trace_float16_op_case(MEZZO_OP(torch::matmul(x * 150, (x * 150).t()).softmax(-1)), bfloat16),
        {"aten::matmul (after norm)", "In float32 the result is finite, up to"},
        "use bfloat16"},
       {"ResidualsOf60Layers",
        "60 residual layers that each grow by 25 %",
-       traced_float16_op(MEZZO_OF_X(residual_layers(x)), bfloat16),
+       trace_float16_op_case(MEZZO_OP(residual_layers(x)), bfloat16),
        {"aten::add (after norm)", "In float32 the result is finite, up to"},
        "use bfloat16"},
       {"ManualSum",
        "a sequential sum of 8 squares of 150",
-       traced_float16_op(manual_sum, bfloat16),
+       trace_float16_op_case(manual_sum, bfloat16),
        {"aten::add (after norm)", "In float32 the result is finite, up to"},
        "use bfloat16"},
       {"ConvolutionInFloat16",
        "a convolution whose sums exceed float16",
-       traced_layer<nn::Conv2d>(large_conv, torch::ones({1, 8, 4, 4})),
+       trace_layer_case<nn::Conv2d>(large_conv, torch::ones({1, 8, 4, 4})),
        {"In float32 the result is finite, up to 3.6e+05"},
        "use bfloat16"},
       {"EpsUnderflow",
        "0 / (0 + 1e-12) in float16",
-       traced_float16_op(MEZZO_OF_X((x * 0) / (x * 0 + 1e-12)), single),
+       trace_float16_op_case(MEZZO_OP((x * 0) / (x * 0 + 1e-12)), single),
        {"forward pass: aten::div (after norm)", "finite either: division by 0", "rounding can turn"},
        "trace the step in float32"},
       {"EpsUnderflowInDice",
        "a float32 number divided by a float16 sum plus 1e-8",
-       traced_float16_op(MEZZO_OF_X(x * (torch::zeros({}) / ((x * 0).sum() + 1e-8))), single),
+       trace_float16_op_case(MEZZO_OP(x * (torch::zeros({}) / ((x * 0).sum() + 1e-8))), single),
        {"forward pass: aten::div (after norm)", "finite either: division by 0", "rounding can turn"},
        "trace the step in float32"},
       {"EpsUnderflowInRmsNorm",
        "a manual RMSNorm with an eps of 1e-8 in float16",
-       traced_float16_op(MEZZO_OF_X(x * ((x * 0).square().mean(-1, true) + 1e-8).rsqrt()), single),
+       trace_float16_op_case(MEZZO_OP(x * ((x * 0).square().mean(-1, true) + 1e-8).rsqrt()), single),
        {"aten::rsqrt (after norm)", "finite either: division by 0", "rounding can turn"},
        "trace the step in float32"},
       {"CancellationInFloat16",
        "E[x^2] - E[x]^2 in float16, negative after rounding",
-       traced_float16_op(MEZZO_OF_X(manual_std(x, 8, 0)), single),
+       trace_float16_op_case(MEZZO_OP(manual_std(x, 8, 0)), single),
        {"finite either: square root of a negative number", "rounding can turn"},
        "trace the step in float32"},
       {"CancellationInFloat32",
        "E[x^2] - E[x]^2 of values near 3e4 in float32",
-       traced_op(MEZZO_OF_X(manual_std(x, 3e4, 0)),
-              MEZZO_OF_X(manual_std(x, 3e4, 1e-3))),
+       trace_op_case(MEZZO_OP(manual_std(x, 3e4, 0)),
+              MEZZO_OP(manual_std(x, 3e4, 1e-3))),
        {"aten::sqrt", "finite either: square root of a negative number"}},
       {"LogOfOneMinusP",
        "log(1 - p) in float16, where p rounds to 1",
-       traced_float16_op(MEZZO_OF_X((1 - (x * 0 + 9).sigmoid()).log()), single),
+       trace_float16_op_case(MEZZO_OP((1 - (x * 0 + 9).sigmoid()).log()), single),
        {"aten::log", "finite either: log of 0", "rounding can turn"},
        "trace the step in float32"},
   };
@@ -546,4 +546,4 @@ std::vector<HealthyCase> healthy_anomaly_trace_cases() {
 
 }  // namespace diagnostics_test
 
-#undef MEZZO_OF_X
+#undef MEZZO_OP

@@ -29,7 +29,7 @@ using testing::IsEmpty;
 using testing::Not;
 using testing::SizeIs;
 
-using HalfAutocast = mezzo::AutocastGuard<torch::kCPU, torch::kHalf>;
+using Float16Autocast = mezzo::AutocastGuard<torch::kCPU, torch::kHalf>;
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
@@ -45,7 +45,7 @@ TEST(AnomalyTrace, ReportsOpAndModuleOfForwardOverflow) {
   model->named_parameters()["2.weight"].fill_(3e4);
   AnomalyTrace trace(*model);
   {
-    HalfAutocast autocast;
+    Float16Autocast autocast;
     const auto& last = *model[2]->as<torch::nn::Linear>();
     torch::linear(model[0]->as<torch::nn::Linear>()->forward(torch::full({3, 4}, 10.0F)),
                   last.weight, last.bias);
@@ -69,7 +69,7 @@ TEST(AnomalyTrace, ReportsOpAndModuleOfForwardOverflow) {
 void float16_backward(torch::nn::Sequential& model, double scale) {
   torch::Tensor loss;
   {
-    HalfAutocast autocast;
+    Float16Autocast autocast;
     loss = model->forward(torch::ones({3, 4})).to(torch::kFloat).sum();
   }
   (loss * scale).backward();
@@ -127,24 +127,24 @@ TEST(AnomalyTrace, KeepsFramesBeforeFirstAnomaly) {
 }
 
 TEST(AnomalyTrace, ReportsDomainErrors) {
-  const auto cause_of = [](const auto& op) {
+  const auto get_cause = [](const auto& op) {
     AnomalyTrace trace(mezzo::TensorsByName{});
     (void)op(torch::tensor({0.0F, 1.0F}), torch::tensor({-2.0F, 2.0F}));
     const std::vector<Anomaly> anomalies = trace.anomalies();
     return anomalies.empty() ? "nothing" : anomalies[0].cause;
   };
   using torch::Tensor;
-  EXPECT_THAT(cause_of([](const Tensor& zero, const Tensor& two) { return two.div(zero); }),
+  EXPECT_THAT(get_cause([](const Tensor& zero, const Tensor& two) { return two.div(zero); }),
               HasSubstr("division by 0"));
-  EXPECT_THAT(cause_of([](const Tensor& zero, const Tensor&) { return zero.rsqrt_(); }),
+  EXPECT_THAT(get_cause([](const Tensor& zero, const Tensor&) { return zero.rsqrt_(); }),
               HasSubstr("division by 0"));
-  EXPECT_THAT(cause_of([](const Tensor&, const Tensor& two) { return two.sqrt(); }),
+  EXPECT_THAT(get_cause([](const Tensor&, const Tensor& two) { return two.sqrt(); }),
               HasSubstr("square root of a negative number (-2)"));
-  EXPECT_THAT(cause_of([](const Tensor&, const Tensor& two) { return two.log1p(); }),
+  EXPECT_THAT(get_cause([](const Tensor&, const Tensor& two) { return two.log1p(); }),
               HasSubstr("log1p of -2"));
-  EXPECT_THAT(cause_of([](const Tensor&, const Tensor& two) { return two.acos(); }),
+  EXPECT_THAT(get_cause([](const Tensor&, const Tensor& two) { return two.acos(); }),
               HasSubstr("acos of a number outside [-1, 1] (2 in magnitude)"));
-  EXPECT_THAT(cause_of([](const Tensor& zero, const Tensor& two) { return two.atan2(zero); }),
+  EXPECT_THAT(get_cause([](const Tensor& zero, const Tensor& two) { return two.atan2(zero); }),
               "nothing");
 }
 
@@ -240,7 +240,7 @@ TEST(AnomalyTrace, ReportsInfNotExplainedByMask) {
   auto model = make_model();
   const torch::Tensor infinite = torch::full({2}, kInfinity);
   const torch::Tensor masked = torch::full({2}, -kInfinity);
-  const auto anomaly_of = [&](const torch::Tensor& read, const auto& op) {
+  const auto get_anomaly = [&](const torch::Tensor& read, const auto& op) {
     AnomalyTrace trace(*model);
     op(read);
     EXPECT_THAT(trace.anomalies(), SizeIs(1)) << trace;
@@ -248,10 +248,10 @@ TEST(AnomalyTrace, ReportsInfNotExplainedByMask) {
   };
   const auto softmax = [](const torch::Tensor& row) { row.softmax(0); };
   const auto doubled = [](const torch::Tensor& row) { row.mul(2); };
-  EXPECT_FALSE(anomaly_of(masked, softmax).from_input) << "NaN, since all of the row is masked";
-  EXPECT_TRUE(anomaly_of(infinite, doubled).from_input);
+  EXPECT_FALSE(get_anomaly(masked, softmax).from_input) << "NaN, since all of the row is masked";
+  EXPECT_TRUE(get_anomaly(infinite, doubled).from_input);
   model->named_parameters()["2.bias"].detach().fill_(-kInfinity);
-  EXPECT_THAT(anomaly_of(model->named_parameters()["2.bias"], doubled).cause, HasSubstr("2.bias"));
+  EXPECT_THAT(get_anomaly(model->named_parameters()["2.bias"], doubled).cause, HasSubstr("2.bias"));
 }
 
 TEST(AnomalyTrace, ReportsOverflowingCast) {

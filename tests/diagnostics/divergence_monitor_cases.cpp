@@ -65,7 +65,7 @@ std::string monitor_run_without_scaler(nn::Module& model, mezzo::optim::AdamW& o
   return output;
 }
 
-Run diverging_weight(const std::string& parameter, float value, at::ScalarType dtype) {
+Run monitor_weight_case(const std::string& parameter, float value, at::ScalarType dtype) {
   return [=](bool fixed) {
     TestModelImpl model;
     model.to(dtype);
@@ -77,7 +77,7 @@ Run diverging_weight(const std::string& parameter, float value, at::ScalarType d
 }
 
 /// A buffer of `fill`, which float16 turns into inf, so that a softmax is NaN.
-Run diverging_buffer(double fill) {
+Run monitor_buffer_case(double fill) {
   return [=](bool fixed) {
     TestModelImpl model;
     const Tensor mask = model.register_buffer("mask", torch::full({8}, fill));
@@ -147,7 +147,7 @@ Run adamw_case(const std::function<mezzo::optim::AdamWOptions(bool fixed)>& opti
   };
 }
 
-Run diverging_loss(Op faulty, Op fixed_loss, std::optional<int> rank = std::nullopt) {
+Run monitor_loss_case(Op faulty, Op fixed_loss, std::optional<int> rank = std::nullopt) {
   return [=](bool fixed) {
     TestModelImpl model;
     return monitor_run(model, mezzo::optim::AdamW(model.parameters(), 1e-4),
@@ -157,7 +157,7 @@ Run diverging_loss(Op faulty, Op fixed_loss, std::optional<int> rank = std::null
 }
 
 /// A finite loss, and in every step an inf in the gradient of one parameter.
-Run diverging_gradient(const std::string& parameter, double init_scale) {
+Run monitor_gradient_case(const std::string& parameter, double init_scale) {
   return [=](bool fixed) {
     TestModelImpl model;
     if (!fixed) set_grad_element(model.parameter(parameter), 0, kInf);
@@ -257,12 +257,12 @@ std::vector<FaultCase> divergence_monitor_cases() {
   return {
       {"InfWeight",
        "an inf in norm.weight",
-       diverging_weight("norm.weight", kInf, torch::kFloat),
+       monitor_weight_case("norm.weight", kInf, torch::kFloat),
        {"norm.weight contains inf or NaN", "did when the DivergenceMonitor was constructed"},
        "initialize or load the weights again"},
       {"MaskOfMinus1e9",
        "a mask of -1e9 that the loss casts to float16",
-       diverging_buffer(-1e9),
+       monitor_buffer_case(-1e9),
        {finite_weights},
        "use bfloat16"},
       {"SgdLearningRateTooHigh",
@@ -318,24 +318,24 @@ std::vector<FaultCase> divergence_monitor_cases() {
        "Check the learning rate, eps"},
       {"LogOfZeroInLoss",
        "a loss of log(0)",
-       diverging_loss([](const Tensor& loss) { return (loss * 0).log(); },
-                      [](const Tensor& loss) { return (loss * 0).clamp_min(1e-6).log(); }),
+       monitor_loss_case([](const Tensor& loss) { return (loss * 0).log(); },
+                         [](const Tensor& loss) { return (loss * 0).clamp_min(1e-6).log(); }),
        {"loss -inf", finite_weights},
        "log(0) and division by 0"},
       {"LogOfZeroOnOneRank",
        "a loss of log(0) on rank 3, reported by that rank",
-       diverging_loss([](const Tensor& loss) { return (loss * 0).log(); },
-                      [](const Tensor& loss) { return (loss * 0).clamp_min(1e-6).log(); }, 3),
+       monitor_loss_case([](const Tensor& loss) { return (loss * 0).log(); },
+                         [](const Tensor& loss) { return (loss * 0).clamp_min(1e-6).log(); }, 3),
        {"rank 3", finite_weights},
        "log(0) and division by 0"},
       {"OneLayerOverflows",
        "an inf in the gradient of body.weight in every step",
-       diverging_gradient("body.weight", 65536),
+       monitor_gradient_case("body.weight", 65536),
        {"10 consecutive skipped steps", "all weights are finite", "body.weight, in 1 of 3 layers"},
        "the cause is unknown: use TraceOnSkips"},
       {"OverflowAtLowScale",
        "an inf in the gradient of head.weight at a loss scale of 0.5",
-       diverging_gradient("head.weight", 0.5),
+       monitor_gradient_case("head.weight", 0.5),
        {"1 skipped step, loss scale 0.5", "head.weight, in 1 of 3 layers"},
        "the cause is unknown: use TraceOnSkips"},
       {"InfFromAnotherRank",

@@ -47,7 +47,8 @@ DivergenceMonitorOptions collect_into(std::vector<Finding>& findings) {
   return {.callback = [&findings](const Finding& finding) { findings.push_back(finding); }};
 }
 
-StepMetrics metrics_of(std::int64_t step, double loss, bool skipped = false, double scale = 1024) {
+StepMetrics make_step_metrics(std::int64_t step, double loss, bool skipped = false,
+                              double scale = 1024) {
   return {.step = step, .loss = loss, .scale = scale, .skipped = skipped};
 }
 
@@ -55,11 +56,11 @@ TEST(DivergenceMonitor, ReportsConsecutiveSkipsOncePer1000Steps) {
   const TwoLayers model;
   std::vector<Finding> findings;
   DivergenceMonitor monitor(model, collect_into(findings));
-  for (std::int64_t i = 1; i <= 9; ++i) monitor(metrics_of(i, 1.0, true));
-  monitor(metrics_of(10, 1.0));
-  for (std::int64_t i = 11; i <= 19; ++i) monitor(metrics_of(i, 1.0, true));
+  for (std::int64_t i = 1; i <= 9; ++i) monitor(make_step_metrics(i, 1.0, true));
+  monitor(make_step_metrics(10, 1.0));
+  for (std::int64_t i = 11; i <= 19; ++i) monitor(make_step_metrics(i, 1.0, true));
   EXPECT_TRUE(findings.empty()) << "never ten consecutive skips";
-  for (std::int64_t i = 20; i <= 2500; ++i) monitor(metrics_of(i, 1.0, true));
+  for (std::int64_t i = 20; i <= 2500; ++i) monitor(make_step_metrics(i, 1.0, true));
   ASSERT_EQ(findings.size(), 3);
   EXPECT_THAT(findings[0].location, HasSubstr("(step 20, 10 consecutive skipped steps"));
   EXPECT_THAT(findings[1].location, HasSubstr("(step 1020,"));
@@ -69,15 +70,15 @@ TEST(DivergenceMonitor, ReportsSkipAtLowScaleAndNonFiniteLoss) {
   const TwoLayers model;
   std::vector<Finding> findings;
   DivergenceMonitor scale_monitor(model, collect_into(findings));
-  scale_monitor(metrics_of(1, 1.0, false, 0.5));
+  scale_monitor(make_step_metrics(1, 1.0, false, 0.5));
   EXPECT_TRUE(findings.empty()) << "that step was applied";
-  scale_monitor(metrics_of(2, 1.0, true, 0.5));
+  scale_monitor(make_step_metrics(2, 1.0, true, 0.5));
   EXPECT_EQ(findings.size(), 1);
   DivergenceMonitor loss_monitor(model, collect_into(findings));
-  loss_monitor(metrics_of(1, 1.0));
+  loss_monitor(make_step_metrics(1, 1.0));
   loss_monitor({.step = 2, .skipped = true});
   EXPECT_EQ(findings.size(), 1) << "no loss was recorded";
-  loss_monitor(metrics_of(3, kInfiniteLoss));
+  loss_monitor(make_step_metrics(3, kInfiniteLoss));
   ASSERT_EQ(findings.size(), 2);
   EXPECT_THAT(findings[1].message(),
               AllOf(HasSubstr("but all weights are finite"),
@@ -103,7 +104,7 @@ TEST(DivergenceMonitor, ReportsNonFiniteBuffer) {
   model.register_buffer("running_mean", torch::tensor({1.0F, NAN}));
   std::vector<Finding> findings;
   DivergenceMonitor monitor(model, collect_into(findings));
-  monitor(metrics_of(1, kInfiniteLoss));
+  monitor(make_step_metrics(1, kInfiniteLoss));
   ASSERT_EQ(findings.size(), 1);
   EXPECT_THAT(findings[0].message(), AllOf(HasSubstr("buffer running_mean contains inf or NaN"),
                                            HasSubstr("skipping the step does not restore it")));
@@ -116,7 +117,7 @@ TEST(DivergenceMonitor, ReadsFloat8AndSparseParams) {
   std::vector<Finding> findings;
   DivergenceMonitor monitor(model, collect_into(findings));
   model.named_parameters()["low"].data().copy_(torch::tensor({1.0F, INFINITY, 1.0F}));
-  monitor(metrics_of(1, kInfiniteLoss));
+  monitor(make_step_metrics(1, kInfiniteLoss));
   EXPECT_THAT(findings.at(0).message(), HasSubstr("low contains inf or NaN"));
 }
 
@@ -157,10 +158,10 @@ TEST(DivergenceMonitor, ReportsAgainAfterResumeFromCheckpoint) {
   const TwoLayers model;
   std::vector<Finding> findings;
   DivergenceMonitor monitor(model, collect_into(findings));
-  monitor(metrics_of(100, kInfiniteLoss));
-  monitor(metrics_of(101, kInfiniteLoss));
+  monitor(make_step_metrics(100, kInfiniteLoss));
+  monitor(make_step_metrics(101, kInfiniteLoss));
   EXPECT_EQ(findings.size(), 1);
-  monitor(metrics_of(101, kInfiniteLoss));
+  monitor(make_step_metrics(101, kInfiniteLoss));
   EXPECT_EQ(findings.size(), 2) << "the same step again";
 }
 
@@ -168,9 +169,9 @@ TEST(DivergenceMonitor, PrintsFindingWithoutCallback) {
   const TwoLayers model;
   testing::internal::CaptureStderr();
   DivergenceMonitor monitor(model);
-  monitor(metrics_of(1, 1.0));
-  monitor(metrics_of(2, kInfiniteLoss));
-  monitor(metrics_of(3, kInfiniteLoss));
+  monitor(make_step_metrics(1, 1.0));
+  monitor(make_step_metrics(2, kInfiniteLoss));
+  monitor(make_step_metrics(3, kInfiniteLoss));
   const std::string printed = testing::internal::GetCapturedStderr();
   EXPECT_THAT(printed, HasSubstr("Training diverges (step 2,"));
   EXPECT_EQ(printed.find("step 3"), std::string::npos);

@@ -202,7 +202,7 @@ TEST(OverflowReport, PrefixesParamsOfSeveralModels) {
   EXPECT_THAT(lines.str(), Not(HasSubstr("no gradient contains inf")));
   const std::string text = lines.str();
   EXPECT_EQ(std::count(text.begin(), text.end(), '\n'), 2);
-  const mezzo::OverflowReport of_one({{"generator", *generator}});
+  const mezzo::OverflowReport single_model_report({{"generator", *generator}});
   EXPECT_EQ(mezzo::named_float_parameters({{"a", *generator}, {"b", *generator}}).size(), 2)
       << "once each";
 }

@@ -36,7 +36,7 @@ std::string check_and_format(Model& model, at::ScalarType dtype,
                          {"forward", "range"});
 }
 
-Run checked_op(Op faulty, Op fixed_op) {
+Run check_op_case(Op faulty, Op fixed_op) {
   return [=](bool fixed) {
     TestModelImpl model(fixed ? fixed_op : faulty);
     return check_and_format(model, torch::kHalf);
@@ -44,7 +44,8 @@ Run checked_op(Op faulty, Op fixed_op) {
 }
 
 /// A model after `prepare`, checked for float16; fixed by `fixed_dtype`.
-Run checked_model(std::function<void(TestModelImpl& model)> prepare, at::ScalarType fixed_dtype) {
+Run check_model_case(std::function<void(TestModelImpl& model)> prepare,
+                     at::ScalarType fixed_dtype) {
   return [=](bool fixed) {
     TestModelImpl model;
     const torch::NoGradGuard no_grad;
@@ -53,7 +54,7 @@ Run checked_model(std::function<void(TestModelImpl& model)> prepare, at::ScalarT
   };
 }
 
-Run checked_layers(std::function<nn::Sequential(bool fixed)> make) {
+Run check_layers_case(std::function<nn::Sequential(bool fixed)> make) {
   return [=](bool fixed) {
     torch::manual_seed(0);
     nn::Sequential model = make(fixed);
@@ -61,7 +62,7 @@ Run checked_layers(std::function<nn::Sequential(bool fixed)> make) {
   };
 }
 
-Run checked_script(const std::string& faulty, const std::string& fixed_code) {
+Run check_script_case(const std::string& faulty, const std::string& fixed_code) {
   return [=](bool fixed) {
     torch::jit::Module layer("Layer"), model("Model");
     layer.register_parameter("weight", torch::ones({8, 8}), false);
@@ -100,7 +101,7 @@ std::vector<FaultCase> precision_check_cases() {
   return {
       {"CheckMaskInFloat16",
        "masked_fill with -1e9 in float16",
-       checked_op(
+       check_op_case(
            [](const Tensor& x) { return to_float16(x).masked_fill(x > 1, -1e9).softmax(-1); },
            [](const Tensor& x) { return to_float16(x).masked_fill(x > 1, -kInf).softmax(-1); }),
        {"error after norm: masked_fill with -1e+09 computes in float16",
@@ -108,23 +109,25 @@ std::vector<FaultCase> precision_check_cases() {
        "scores.masked_fill(mask, -std::numeric_limits<float>::infinity())"},
       {"CheckClampInFloat16",
        "clamp at -1e30 in float16",
-       checked_op([](const Tensor& x) { return to_float16(x).clamp(-1e30, 10); },
-                  [](const Tensor& x) { return to_float16(x).clamp_min(-65504.0).clamp_max(10); }),
+       check_op_case(
+           [](const Tensor& x) { return to_float16(x).clamp(-1e30, 10); },
+           [](const Tensor& x) { return to_float16(x).clamp_min(-65504.0).clamp_max(10); }),
        {"clamp with -1e+30 computes in float16"},
        "x.clamp_min(-65504.0)"},
       {"CheckEpsInFloat16",
        "clamp_min with 1e-12 in float16",
-       checked_op([](const Tensor& x) { return x / (to_float16(x) * 0).norm().clamp_min(1e-12); },
-                  [](const Tensor& x) {
-                    return x.to(torch::kFloat) /
-                           (to_float16(x) * 0).norm().to(torch::kFloat).clamp_min(1e-12) * 1e-12;
-                  }),
+       check_op_case(
+           [](const Tensor& x) { return x / (to_float16(x) * 0).norm().clamp_min(1e-12); },
+           [](const Tensor& x) {
+             return x.to(torch::kFloat) /
+                    (to_float16(x) * 0).norm().to(torch::kFloat).clamp_min(1e-12) * 1e-12;
+           }),
        {"after norm: clamp_min with 1e-12", "finite either: division by 0"},
        "x.to(torch::kFloat) / (norm.to(torch::kFloat) + eps)"},
       {"CheckLargeConstant",
        "a product with 1e6 in float16",
-       checked_op([](const Tensor& x) { return to_float16(x) * 1e6; },
-                  [](const Tensor& x) { return x.to(torch::kFloat) * 1e6 * 1e-6; }),
+       check_op_case([](const Tensor& x) { return to_float16(x) * 1e6; },
+                     [](const Tensor& x) { return x.to(torch::kFloat) * 1e6 * 1e-6; }),
        {"aten::mul (after norm) produced float16", "In float32 the result is finite, up to"},
        "in float32"},
       {"CheckCountBeyondFloat16",
@@ -135,7 +138,7 @@ std::vector<FaultCase> precision_check_cases() {
        "autocast disabled"},
       {"CheckNanBuffer",
        "a running mean of NaN",
-       checked_layers([](bool fixed) {
+       check_layers_case([](bool fixed) {
          nn::Sequential model(nn::Linear(8, 8), nn::BatchNorm1d(8));
          if (!fixed) model->named_buffers()["1.running_mean"].fill_(kNan);
          return model;
@@ -144,20 +147,21 @@ std::vector<FaultCase> precision_check_cases() {
        "torch::load(model, \"earlier.pt\");"},
       {"CheckWeightBeyondFloat16",
        "a weight of 1e5",
-       checked_model([](TestModelImpl& model) { set_element(model.body->weight, 0, 1e5F); },
-                     torch::kBFloat16),
+       check_model_case([](TestModelImpl& model) { set_element(model.body->weight, 0, 1e5F); },
+                        torch::kBFloat16),
        {"error body.weight: this parameter contains 1e+05 in magnitude, beyond float16",
         "aten::addmm (in body)", "the result is finite, up to"},
        bfloat16},
       {"CheckWeightUnderflow",
        "weights of 1e-9",
-       checked_model([](TestModelImpl& model) { model.head->bias.fill_(1e-9F); }, torch::kBFloat16),
+       check_model_case([](TestModelImpl& model) { model.head->bias.fill_(1e-9F); },
+                        torch::kBFloat16),
        {"warning head.bias: a cast to float16 rounds more than 10 % of the values"},
        bfloat16},
       {"CheckOverflowUnderAutocast",
        "a row of weights of 1e4, whose sums fit only float32",
-       checked_model([](TestModelImpl& model) { model.body->weight.select(0, 0).fill_(1e4F); },
-                     torch::kBFloat16),
+       check_model_case([](TestModelImpl& model) { model.body->weight.select(0, 0).fill_(1e4F); },
+                        torch::kBFloat16),
        {"the output contains inf or NaN under autocast to float16, but not in float32: forward "
         "pass",
         "(in body) produced float16", "In float32 the result is finite, up to"},
@@ -181,19 +185,19 @@ std::vector<FaultCase> precision_check_cases() {
        "mask.clamp_min(-65504.0)"},
       {"CheckLogOfZero",
        "a log of 0, also in float32",
-       checked_op([](const Tensor& x) { return (x * 0).log(); },
-                  [](const Tensor& x) { return (x * 0).clamp_min(1e-6).log(); }),
+       check_op_case([](const Tensor& x) { return (x * 0).log(); },
+                     [](const Tensor& x) { return (x * 0).clamp_min(1e-6).log(); }),
        {"even without autocast: forward pass: aten::log (after norm)",
         "In float64 the result is not finite either", "finite either: log of 0"},
        "clamp the input"},
       {"CheckScriptMask",
        "masked_fill with -1e9 in TorchScript",
-       checked_script("y.masked_fill(y > 1e4, -1e9)", "y.masked_fill(y > 1e4, -float('inf'))"),
+       check_script_case("y.masked_fill(y > 1e4, -1e9)", "y.masked_fill(y > 1e4, -float('inf'))"),
        {"error after attention: masked_fill with -1e+09 computes in float16"},
        "scores.masked_fill(mask, -std::numeric_limits<float>::infinity())"},
       {"CheckScriptEps",
        "an eps of 1e-12 in TorchScript",
-       checked_script("y / (y.abs() + 1e-12)", "y / (y.float().abs() + 1e-12)"),
+       check_script_case("y / (y.abs() + 1e-12)", "y / (y.float().abs() + 1e-12)"),
        {"warning after attention: add with 1e-12 computes in float16"},
        "x.to(torch::kFloat) / (norm.to(torch::kFloat) + eps)"},
   };

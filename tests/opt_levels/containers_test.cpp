@@ -79,7 +79,7 @@ void expect_same_parameters(const Nested& left, const Nested& right) {
 }
 
 /// Runs forward and backward under autocast; returns the output.
-Tensor trained_in_a_guard(Nested model) {
+Tensor train_in_guard(Nested model) {
   const mezzo::AutocastGuard<torch::kCPU> autocast;
   const Tensor result = model->forward(batch());
   result.to(torch::kFloat).square().sum().backward();
@@ -88,7 +88,7 @@ Tensor trained_in_a_guard(Nested model) {
 
 TEST(ModuleContainers, AutocastModuleBitwiseEqualsGuard) {
   Nested guarded, model;
-  const Tensor expected = trained_in_a_guard(guarded);
+  const Tensor expected = train_in_guard(guarded);
   mezzo::AutocastModule wrapped(model, {.device_type = torch::kCPU});
   EXPECT_EQ(wrapped->named_parameters().keys(), model->named_parameters().keys());
   const Tensor result = torch::nn::AnyModule(wrapped).forward(batch());
@@ -122,8 +122,8 @@ TEST(ModuleContainers, CastAndSteppedByAmp) {
   auto amp = mezzo::initialize(model, optimizer, mezzo::OptLevel::O2({.loss_scale = 1.0}),
                                {.verbosity = 0});
   for (const auto& item : model->named_parameters()) {
-    const bool is_whole = item.key().starts_with("list.1.");  // the batch norm
-    EXPECT_EQ(item.value().scalar_type(), is_whole ? torch::kFloat : torch::kHalf) << item.key();
+    const bool is_float32 = item.key().starts_with("list.1.");  // the batch norm
+    EXPECT_EQ(item.value().scalar_type(), is_float32 ? torch::kFloat : torch::kHalf) << item.key();
   }
   const Tensor before = model->factors->parameters()[1].detach().clone();
   amp.backward(amp.forward(model, batch()).sum(), optimizer);
@@ -140,7 +140,7 @@ TEST(ModuleContainers, AcceptedByInitialize) {
   EXPECT_EQ(amp.forward(model->sequential, batch()).scalar_type(), torch::kFloat);
 }
 
-TEST(ModuleContainers, DataParallelEqualsSingleProcess) {
+TEST(ModuleContainers, DdpEqualsSingleProcess) {
   Nested alone, model;
   mezzo::optim::SGD optimizer(alone->parameters(), mezzo::optim::SGDOptions(1e-2));
   alone->forward(batch()).square().sum().backward();

@@ -30,23 +30,23 @@ using test_support::parameter;
 using testing::HasSubstr;
 using torch::Tensor;
 
-Tensor quantised() {
+Tensor make_quantized() {
   return torch::quantize_per_tensor(torch::randn({4, 4}), 0.05, 0, torch::kQInt8);
 }
 
-Tensor values_of(const Tensor& tensor) {
+Tensor to_comparable(const Tensor& tensor) {
   return tensor.is_quantized() ? tensor.dequantize() : tensor.to(torch::kComplexDouble);
 }
 
 /// Returns a tensor of the dtype that can be registered as a parameter.
 Tensor odd_tensor(torch::ScalarType dtype) {
-  return dtype == torch::kQInt8 ? quantised() : torch::arange(16).view({4, 4}).to(dtype);
+  return dtype == torch::kQInt8 ? make_quantized() : torch::arange(16).view({4, 4}).to(dtype);
 }
 
 class NonTrainingDtypes : public testing::TestWithParam<torch::ScalarType> {
  protected:
   const Tensor odd_ = odd_tensor(GetParam());
-  const Tensor values_ = values_of(odd_).clone();
+  const Tensor values_ = to_comparable(odd_).clone();
 };
 
 TEST_P(NonTrainingDtypes, IgnoredByOptimizersWithoutGradients) {
@@ -65,7 +65,7 @@ TEST_P(NonTrainingDtypes, IgnoredByOptimizersWithoutGradients) {
     EXPECT_FALSE(torch::equal(x, before));
     test_support::load_from_string(optimizer, test_support::save_to_string(optimizer));
   }
-  EXPECT_TRUE(torch::equal(values_of(odd_), values_));
+  EXPECT_TRUE(torch::equal(to_comparable(odd_), values_));
 }
 
 TEST_P(NonTrainingDtypes, GradientsThrowBeforeAnyWrite) {
@@ -79,7 +79,7 @@ TEST_P(NonTrainingDtypes, GradientsThrowBeforeAnyWrite) {
   EXPECT_THAT(message_of([&] { scaler.step(optimizer); }), HasSubstr("(" + name + " ["));
   EXPECT_EQ(x.item<float>(), 1);
   EXPECT_EQ(x.grad().item<float>(), 1);
-  EXPECT_TRUE(torch::equal(values_of(odd_), values_));
+  EXPECT_TRUE(torch::equal(to_comparable(odd_), values_));
 }
 
 TEST_P(NonTrainingDtypes, BucketsThrowByName) {
@@ -120,7 +120,7 @@ TEST_P(NonTrainingDtypes, NotCastByOptLevels) {
   EXPECT_EQ(model->weight[0][0].item<float>(), -3.5F);
   for (const Tensor& odd : {model->odd_parameter, model->odd_buffer}) {
     EXPECT_EQ(odd.scalar_type(), GetParam());
-    EXPECT_TRUE(torch::equal(values_of(odd), values_));
+    EXPECT_TRUE(torch::equal(to_comparable(odd), values_));
   }
 }
 
@@ -134,7 +134,7 @@ TEST_P(NonTrainingDtypes, RestoredFromCheckpoints) {
   }
   checkpoints.load_latest(mezzo::TrainingState().add("model", loaded));
   for (const Tensor& odd : {loaded->odd_parameter, loaded->odd_buffer}) {
-    EXPECT_TRUE(torch::equal(values_of(odd), values_));
+    EXPECT_TRUE(torch::equal(to_comparable(odd), values_));
   }
 }
 

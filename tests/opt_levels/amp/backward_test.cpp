@@ -50,8 +50,8 @@ std::vector<OptLevel> levels() {
 
 /// Two models and two optimizers. Loss 0 is for the first optimizer, loss 1 for both, loss 2 for
 /// the second. Factors are powers of two, so that every level computes the same sums.
-struct Trio {
-  Trio(const OptLevel& level, const MakeOptimizer& make, int64_t num_losses)
+struct ThreeLossTraining {
+  ThreeLossTraining(const OptLevel& level, const MakeOptimizer& make, int64_t num_losses)
       : first_optimizer(make(first->parameters())),
         second_optimizer(make(second->parameters())),
         amp(mezzo::initialize({first, second}, {*first_optimizer, *second_optimizer}, level,
@@ -88,7 +88,7 @@ TEST(AmpBackward, OverflowSkipsAndLowersOwnScaleOnly) {
         for (const bool delays : {false, true}) {
           SCOPED_TRACE(testing::Message()
                        << level.name() << " bad " << bad_loss << " delays " << delays);
-          Trio trio(level, make, 3);
+          ThreeLossTraining training(level, make, 3);
           Vector first;
           Vector second;
           const auto optimizer_of_first = make(first->parameters());
@@ -97,18 +97,19 @@ TEST(AmpBackward, OverflowSkipsAndLowersOwnScaleOnly) {
             std::vector<double> factor{0.25, 0.5, 0.125};
             const int bad = iteration == 1 ? bad_loss : -1;
             if (bad >= 0) factor[static_cast<std::size_t>(bad)] = kInfinity;
-            trio.iterate(factor, delays);
+            training.iterate(factor, delays);
             const std::vector<bool> expected{bad != 0 && bad != 1, bad != 1 && bad != 2};
-            EXPECT_EQ(trio.step(), expected) << iteration;
+            EXPECT_EQ(training.step(), expected) << iteration;
             first->weight.mutable_grad() = filled(0.75);
             second->weight.mutable_grad() = filled(0.625);
             if (expected[0]) optimizer_of_first->step();
             if (expected[1]) optimizer_of_second->step();
-            EXPECT_EQ(weight_of(trio.first), weight_of(first)) << iteration;
-            EXPECT_EQ(weight_of(trio.second), weight_of(second)) << iteration;
+            EXPECT_EQ(get_weight(training.first), get_weight(first)) << iteration;
+            EXPECT_EQ(get_weight(training.second), get_weight(second)) << iteration;
           }
           for (const int loss : {0, 1, 2}) {
-            EXPECT_EQ(trio.amp.scaler(loss).get_scale(), loss == bad_loss ? kScale / 2 : kScale);
+            EXPECT_EQ(training.amp.scaler(loss).get_scale(),
+                      loss == bad_loss ? kScale / 2 : kScale);
           }
         }
       }
@@ -130,7 +131,7 @@ TEST(AmpBackward, AccumulatesGradientsInBuckets) {
     amp.backward(amp.forward(model, filled(0.0625)), optimizer, {.delay_unscale = delays});
     EXPECT_EQ(amp.step(optimizer, {.max_norm = 100}).grad_norm(), 0.5);
   }
-  EXPECT_EQ(weight_of(model), 0.5F);
+  EXPECT_EQ(get_weight(model), 0.5F);
 }
 
 TEST(AmpBackward, PreservesGradientsThatUnderflowFloat16) {
@@ -194,7 +195,7 @@ TEST(AmpStep, SkipsOnInfAfterBackward) {
       amp.backward(amp.forward(model, filled(0.5)), *optimizer);
       amp.master_params(*optimizer)[0].grad()[1] = std::nan("");
       EXPECT_FALSE(amp.step(*optimizer).applied()) << level.name();
-      EXPECT_EQ(weight_of(model), 1.0F);
+      EXPECT_EQ(get_weight(model), 1.0F);
     }
   }
 }
@@ -212,7 +213,7 @@ TEST(AmpBackward, SupportsGradientPenalty) {
       reference->bias.copy_(net->bias);
     }
     const torch::Tensor input = torch::rand({4, 3}).to(torch::kHalf).to(torch::kFloat);
-    const auto penalty_of = [](const std::vector<torch::Tensor>& gradients) {
+    const auto compute_penalty = [](const std::vector<torch::Tensor>& gradients) {
       torch::Tensor sum = torch::zeros({});
       for (const auto& gradient : gradients) sum = sum + gradient.to(torch::kFloat).pow(2).sum();
       return sum.sqrt();
@@ -225,12 +226,12 @@ TEST(AmpBackward, SupportsGradientPenalty) {
         torch::autograd::grad({amp.scaler().scale(loss)}, net->parameters(), {}, true, true);
     const double inverse = 1.0 / amp.scaler().get_scale();
     for (auto& gradient : gradients) gradient = gradient.to(torch::kFloat) * inverse;
-    amp.backward(loss + penalty_of(gradients), optimizer);
+    amp.backward(loss + compute_penalty(gradients), optimizer);
 
-    const torch::Tensor true_loss = reference(input).pow(2).mean();
-    const auto true_gradients =
-        torch::autograd::grad({true_loss}, reference->parameters(), {}, true, true);
-    (true_loss + penalty_of(true_gradients)).backward();
+    const torch::Tensor reference_loss = reference(input).pow(2).mean();
+    const auto reference_gradients =
+        torch::autograd::grad({reference_loss}, reference->parameters(), {}, true, true);
+    (reference_loss + compute_penalty(reference_gradients)).backward();
     EXPECT_TRUE(
         amp.master_params(optimizer)[0].grad().allclose(reference->weight.grad(), 2e-2, 2e-3))
         << level.name();
@@ -319,7 +320,7 @@ TEST(AmpStateDict, BadEntryPreservesAllScalers) {
 TEST(Amp, ThrowsForWrongCallOrder) {
   Vector model;
   torch::optim::SGD optimizer(model->parameters(), 1.0);
-  torch::optim::SGD stranger(model->parameters(), 1.0);
+  torch::optim::SGD unregistered(model->parameters(), 1.0);
   Amp amp = mezzo::initialize(model, optimizer, scaled(OptLevel::O2()), {.verbosity = 0});
   const auto expect = [](const std::function<void()>& call, const char* text) {
     EXPECT_THAT(call, ThrowsMessage<c10::Error>(HasSubstr(text)));
@@ -330,7 +331,7 @@ TEST(Amp, ThrowsForWrongCallOrder) {
   expect([&] { amp.backward(loss, optimizer, {.loss_id = -1}); }, "loss_id is -1");
   expect([&] { amp.forward(Vector(nullptr), filled(0.5)); }, "an empty holder or a null pointer");
   expect([&] { amp.backward(loss, {}); }, "backward: no optimizer");
-  expect([&] { amp.backward(loss, stranger); }, "was not passed to mezzo::initialize");
+  expect([&] { amp.backward(loss, unregistered); }, "was not passed to mezzo::initialize");
   expect([&] { amp.backward(torch::Tensor(), optimizer); }, "loss is undefined");
   amp.backward(loss, optimizer);
   amp.step(optimizer);

@@ -199,8 +199,8 @@ TEST(AmpForward, AcceptsSubmodulesAndThrowsForOthers) {
 }
 
 /// A module without a holder, as in pytorch/examples.
-struct PlainNet : torch::nn::Module {
-  PlainNet() { register_module("layer", layer); }
+struct NetWithoutHolder : torch::nn::Module {
+  NetWithoutHolder() { register_module("layer", layer); }
   torch::Tensor forward(const torch::Tensor& batch) {
     input_dtype = batch.scalar_type();
     return layer(batch);
@@ -210,7 +210,7 @@ struct PlainNet : torch::nn::Module {
 };
 
 TEST(AmpInitialize, AcceptsModuleVariable) {
-  PlainNet model, other;
+  NetWithoutHolder model, other;
   torch::optim::SGD optimizer(model.parameters(), 0.1), other_optimizer(other.parameters(), 0.1);
   auto amp = mezzo::initialize(model, optimizer, OptLevel::O2_bf16(), kQuiet);
   const torch::Tensor before = model.layer->weight.detach().clone();
@@ -223,26 +223,27 @@ TEST(AmpInitialize, AcceptsModuleVariable) {
   EXPECT_FALSE(torch::equal(model.layer->weight, before));
   EXPECT_EQ(amp.forward(model.layer, torch::ones({1, 2})).scalar_type(), torch::kFloat);
 
-  PlainNet third;
+  NetWithoutHolder third;
   torch::optim::SGD third_optimizer(third.parameters(), 0.1);
   auto both = mezzo::initialize({other, third}, {other_optimizer, third_optimizer},
                                 OptLevel::O1_bf16(), kQuiet);
   EXPECT_EQ(both.forward(third, torch::ones({1, 2})).scalar_type(), torch::kBFloat16);
 }
 
-static_assert(std::convertible_to<PlainNet&, mezzo::ModelRefs>);
-static_assert(!std::convertible_to<const PlainNet&, mezzo::ModelRefs>, "its forward is not const");
-static_assert(!std::convertible_to<PlainNet, mezzo::ModelRefs>, "a temporary would dangle");
+static_assert(std::convertible_to<NetWithoutHolder&, mezzo::ModelRefs>);
+static_assert(!std::convertible_to<const NetWithoutHolder&, mezzo::ModelRefs>,
+              "its forward is not const");
+static_assert(!std::convertible_to<NetWithoutHolder, mezzo::ModelRefs>, "a temporary would dangle");
 
 /// A batch norm that is not torch's, like mezzo's SyncBatchNorm.
-struct OwnNormImpl : torch::nn::NormImplBase<0, OwnNormImpl, torch::nn::BatchNormOptions> {
-  OwnNormImpl() : NormImplBase(torch::nn::BatchNormOptions(4)) {}
+struct CustomNormImpl : torch::nn::NormImplBase<0, CustomNormImpl, torch::nn::BatchNormOptions> {
+  CustomNormImpl() : NormImplBase(torch::nn::BatchNormOptions(4)) {}
   void _check_input_dim(const torch::Tensor& /*input*/) override {}
   torch::Tensor forward(const torch::Tensor& input) { return input; }
 };
 
 TEST(AmpInitialize, KeepsBatchNormsInFloat32) {
-  const auto custom_norm = std::make_shared<OwnNormImpl>();
+  const auto custom_norm = std::make_shared<CustomNormImpl>();
   const torch::nn::BatchNorm2d wrapped(4);
   const auto without_statistics = torch::nn::BatchNormOptions(4).track_running_stats(false);
   torch::nn::Sequential net(torch::nn::LayerNorm(std::vector<int64_t>{4}), custom_norm,
@@ -309,23 +310,23 @@ TEST(AmpInitialize, OptimizerStepsAfterAmpIsDestroyed) {
     }
     optimizer->zero_grad();
     model(filled(0.5).to(torch::kBFloat16)).backward();
-    const float before = weight_of(model);
+    const float before = get_weight(model);
     EXPECT_NO_THROW(optimizer->step());
-    EXPECT_NE(weight_of(model), before);
+    EXPECT_NE(get_weight(model), before);
   }
 }
 
 TEST(AmpInitialize, AcceptsOpOverridesAtO1) {
   torch::nn::Linear net(4, 2);
-  const auto policy = mezzo::install_op_overrides(mezzo::OpOverrides().deny("aten::addmm"));
-  auto amp = mezzo::initialize(net, OptLevel::O1(), {.verbosity = 0, .op_overrides = policy});
+  const auto overrides = mezzo::install_op_overrides(mezzo::OpOverrides().deny("aten::addmm"));
+  auto amp = mezzo::initialize(net, OptLevel::O1(), {.verbosity = 0, .op_overrides = overrides});
   EXPECT_EQ(amp.forward(net, torch::ones({1, 4})).scalar_type(), torch::kFloat);
   EXPECT_EQ(mezzo::initialize(net, OptLevel::O1(), kQuiet)
                 .forward(net, torch::ones({1, 4}))
                 .scalar_type(),
             torch::kHalf);
   EXPECT_THAT(
-      [&] { mezzo::initialize(net, OptLevel::O3(), {.verbosity = 0, .op_overrides = policy}); },
+      [&] { mezzo::initialize(net, OptLevel::O3(), {.verbosity = 0, .op_overrides = overrides}); },
       ThrowsMessage<c10::Error>(HasSubstr("op_overrides have no effect at level O3")));
 }
 
@@ -362,19 +363,20 @@ TEST(AmpInitialize, VerbosityControlsSkipMessages) {
         Vector model;
         const auto optimizer = make(model->parameters());
         std::optional<mezzo::Amp> amp;
-        const std::string of_level = printed_by([&] {
+        const std::string level_output = printed_by([&] {
           amp.emplace(mezzo::initialize(model, *optimizer, scaled(OptLevel::parse(level)),
                                         {.num_losses = 2, .verbosity = verbosity}));
         });
-        const std::string of_skips = printed_by([&] {
+        const std::string skip_output = printed_by([&] {
           for (const int64_t loss_id : {0, 1}) {
             optimizer->zero_grad();
             amp->backward(amp->forward(model, filled(kInfinity)), *optimizer, {.loss_id = loss_id});
             EXPECT_FALSE(amp->step(*optimizer).applied());
           }
         });
-        EXPECT_EQ(of_level.empty(), verbosity == 0) << of_level;
-        EXPECT_EQ(std::count(of_skips.begin(), of_skips.end(), '\n'), 2 * verbosity) << of_skips;
+        EXPECT_EQ(level_output.empty(), verbosity == 0) << level_output;
+        EXPECT_EQ(std::count(skip_output.begin(), skip_output.end(), '\n'), 2 * verbosity)
+            << skip_output;
       }
     }
   }

@@ -32,14 +32,14 @@ using testing::ThrowsMessage;
 constexpr double kNoLimit = std::numeric_limits<double>::infinity();
 
 /// One model and one optimizer whose step may throw.
-struct Solo {
-  explicit Solo(const OptLevel& level)
+struct OneModelTraining {
+  explicit OneModelTraining(const OptLevel& level)
       : amp(mezzo::initialize(model, sgd, scaled(level), kQuiet)) {}
 
-  void pass(double factor, bool delays = false) {
+  void run_backward(double factor, bool delays = false) {
     amp.backward(amp.forward(model, filled(factor)), sgd, {.delay_unscale = delays});
   }
-  void pass_that_throws(double factor) {
+  void run_throwing_backward(double factor) {
     const auto backward = [](const torch::Tensor& loss) {
       loss.backward();
       throw std::runtime_error("out of memory");
@@ -47,7 +47,7 @@ struct Solo {
     EXPECT_THROW(amp.scale_loss(amp.forward(model, filled(factor)), sgd, backward),
                  std::runtime_error);
   }
-  void step_that_throws(double max_norm = kNoLimit) {
+  void run_throwing_step(double max_norm = kNoLimit) {
     sgd.throws = true;
     EXPECT_THROW(amp.step(sgd, {.max_norm = max_norm}), std::runtime_error);
     sgd.throws = false;
@@ -61,17 +61,17 @@ struct Solo {
 const std::vector<OptLevel> kLevels{OptLevel::O0(), OptLevel::O1(), OptLevel::O2()};
 
 /// Two models and two optimizers that share a loss scale.
-struct Pair {
-  explicit Pair(const OptLevel& level = OptLevel::O1())
+struct TwoModelTraining {
+  explicit TwoModelTraining(const OptLevel& level = OptLevel::O1())
       : amp(mezzo::initialize({first, second}, {first_optimizer, second_optimizer}, scaled(level),
                               kQuiet)) {}
 
-  void pass_for_both(double first_factor, double second_factor, bool delays = false) {
+  void run_joint_backward(double first_factor, double second_factor, bool delays = false) {
     amp.backward(
         amp.forward(first, filled(first_factor)) + amp.forward(second, filled(second_factor)),
         {first_optimizer, second_optimizer}, {.delay_unscale = delays});
   }
-  double clean_iterations() { return amp.state_dict().at("loss_scaler0").at("unskipped"); }
+  double get_growth_tracker() { return amp.state_dict().at("loss_scaler0").at("unskipped"); }
 
   Vector first, second;
   torch::optim::SGD first_optimizer{first->parameters(), 1.0},
@@ -83,12 +83,12 @@ TEST(AmpRecovery, StepSucceedsAfterStepThrew) {
   for (const OptLevel& level : kLevels) {
     for (const bool delays : {false, true}) {
       for (const double max_norm : {kNoLimit, 100.0}) {
-        Solo solo(level);
-        solo.pass(0.25, delays);
-        solo.step_that_throws(max_norm);
-        EXPECT_TRUE(solo.amp.step(solo.sgd, {.max_norm = max_norm}).applied());
-        EXPECT_EQ(weight_of(solo.model), 0.75F) << level.name() << delays << max_norm;
-        EXPECT_EQ(solo.amp.scaler().get_scale(), kScale);
+        OneModelTraining training(level);
+        training.run_backward(0.25, delays);
+        training.run_throwing_step(max_norm);
+        EXPECT_TRUE(training.amp.step(training.sgd, {.max_norm = max_norm}).applied());
+        EXPECT_EQ(get_weight(training.model), 0.75F) << level.name() << delays << max_norm;
+        EXPECT_EQ(training.amp.scaler().get_scale(), kScale);
       }
     }
   }
@@ -98,14 +98,15 @@ TEST(AmpRecovery, NewBatchAfterStepThrew) {
   for (const OptLevel& level : kLevels) {
     for (const bool delays : {false, true}) {
       for (const double max_norm : {kNoLimit, 100.0}) {
-        for (const bool by_amp : {false, true}) {
-          Solo solo(level);
-          solo.pass(0.25, delays);
-          solo.step_that_throws(max_norm);
-          by_amp ? solo.amp.zero_grad(solo.sgd) : solo.sgd.zero_grad();
-          solo.pass(0.5, delays);
-          EXPECT_TRUE(solo.amp.step(solo.sgd, {.max_norm = max_norm}).applied());
-          EXPECT_EQ(weight_of(solo.model), 0.5F) << level.name() << delays << max_norm << by_amp;
+        for (const bool uses_amp_zero_grad : {false, true}) {
+          OneModelTraining training(level);
+          training.run_backward(0.25, delays);
+          training.run_throwing_step(max_norm);
+          uses_amp_zero_grad ? training.amp.zero_grad(training.sgd) : training.sgd.zero_grad();
+          training.run_backward(0.5, delays);
+          EXPECT_TRUE(training.amp.step(training.sgd, {.max_norm = max_norm}).applied());
+          EXPECT_EQ(get_weight(training.model), 0.5F)
+              << level.name() << delays << max_norm << uses_amp_zero_grad;
         }
       }
     }
@@ -114,43 +115,46 @@ TEST(AmpRecovery, NewBatchAfterStepThrew) {
 
 TEST(AmpRecovery, AccumulatesAfterStepThrew) {
   for (const OptLevel& level : kLevels) {
-    Solo solo(level);
-    solo.pass(0.25);
-    solo.step_that_throws();
-    solo.pass(0.5);
-    solo.amp.step(solo.sgd);
-    EXPECT_EQ(weight_of(solo.model), 0.25F) << level.name();
+    OneModelTraining training(level);
+    training.run_backward(0.25);
+    training.run_throwing_step();
+    training.run_backward(0.5);
+    training.amp.step(training.sgd);
+    EXPECT_EQ(get_weight(training.model), 0.25F) << level.name();
   }
 }
 
 TEST(AmpRecovery, PreservesUnscaledGradientsWhenBackwardThrows) {
   for (const OptLevel& level : kLevels) {
-    Solo solo(level);
-    solo.pass(0.25);
-    solo.pass_that_throws(8);
-    EXPECT_EQ(solo.amp.master_params(solo.sgd)[0].grad()[0].item<float>(), 0.25F) << level.name();
-    solo.pass_that_throws(8);
-    solo.pass(0.5);
-    solo.amp.step(solo.sgd);
-    EXPECT_EQ(weight_of(solo.model), 0.25F) << level.name();
+    OneModelTraining training(level);
+    training.run_backward(0.25);
+    training.run_throwing_backward(8);
+    EXPECT_EQ(training.amp.master_params(training.sgd)[0].grad()[0].item<float>(), 0.25F)
+        << level.name();
+    training.run_throwing_backward(8);
+    training.run_backward(0.5);
+    training.amp.step(training.sgd);
+    EXPECT_EQ(get_weight(training.model), 0.25F) << level.name();
   }
 }
 
 TEST(AmpRecovery, OptimizerZeroGradDiscardsBatch) {
   for (const OptLevel& level : kLevels) {
     for (const bool set_to_none : {false, true}) {
-      for (const bool by_amp : {false, true}) {
+      for (const bool uses_amp_zero_grad : {false, true}) {
         for (const bool throws : {false, true}) {
-          Solo solo(level);
-          solo.pass(0.25);
-          if (throws) solo.pass_that_throws(8);
-          by_amp ? solo.amp.zero_grad(solo.sgd, set_to_none) : solo.sgd.zero_grad(set_to_none);
-          if (by_amp) {
-            EXPECT_NO_THROW((void)solo.amp.state_dict()) << "there is nothing to step";
+          OneModelTraining training(level);
+          training.run_backward(0.25);
+          if (throws) training.run_throwing_backward(8);
+          uses_amp_zero_grad ? training.amp.zero_grad(training.sgd, set_to_none)
+                             : training.sgd.zero_grad(set_to_none);
+          if (uses_amp_zero_grad) {
+            EXPECT_NO_THROW((void)training.amp.state_dict()) << "there is nothing to step";
           }
-          solo.pass(0.5);
-          solo.amp.step(solo.sgd);
-          EXPECT_EQ(weight_of(solo.model), 0.5F) << level.name() << set_to_none << by_amp << throws;
+          training.run_backward(0.5);
+          training.amp.step(training.sgd);
+          EXPECT_EQ(get_weight(training.model), 0.5F)
+              << level.name() << set_to_none << uses_amp_zero_grad << throws;
         }
       }
     }
@@ -159,7 +163,7 @@ TEST(AmpRecovery, OptimizerZeroGradDiscardsBatch) {
 
 /// An optimizer whose gradients were removed between the last unscale and the step.
 template <class Optimizer, class Options>
-void expect_to_step_without_gradients(const Options& options) {
+void expect_step_without_gradients(const Options& options) {
   for (const double factor : {0.25, kNoLimit}) {
     Vector model;
     Optimizer optimizer(model->parameters(), options);
@@ -167,22 +171,22 @@ void expect_to_step_without_gradients(const Options& options) {
     amp.backward(amp.forward(model, filled(factor)), optimizer);
     optimizer.zero_grad();
     EXPECT_TRUE(amp.step(optimizer).applied()) << "there is nothing to skip";
-    EXPECT_EQ(weight_of(model), 1.0F);
+    EXPECT_EQ(get_weight(model), 1.0F);
     EXPECT_EQ(amp.scaler().get_scale(), factor == 0.25 ? kScale : kScale / 2);
   }
 }
 
 TEST(AmpRecovery, StepsWithoutGradients) {
-  expect_to_step_without_gradients<mezzo::optim::SGD>(mezzo::optim::SGDOptions(1.0));
-  expect_to_step_without_gradients<torch::optim::SGD>(torch::optim::SGDOptions(1.0));
+  expect_step_without_gradients<mezzo::optim::SGD>(mezzo::optim::SGDOptions(1.0));
+  expect_step_without_gradients<torch::optim::SGD>(torch::optim::SGDOptions(1.0));
 }
 
 TEST(AmpRecovery, ThrowsForCallsDuringBackward) {
-  Solo solo(OptLevel::O2());
-  Amp& amp = solo.amp;
+  OneModelTraining training(OptLevel::O2());
+  Amp& amp = training.amp;
   const auto within = [&](auto&& call) {
-    return [&amp, &solo, call] {
-      amp.scale_loss(amp.forward(solo.model, filled(0.25)), solo.sgd,
+    return [&amp, &training, call] {
+      amp.scale_loss(amp.forward(training.model, filled(0.25)), training.sgd,
                      [&](const torch::Tensor& loss) {
                        call();
                        loss.backward();
@@ -190,23 +194,24 @@ TEST(AmpRecovery, ThrowsForCallsDuringBackward) {
     };
   };
   const auto throws_error = ThrowsMessage<c10::Error>(HasSubstr("called during amp.backward"));
-  EXPECT_THAT(within([&] { solo.pass(0.5); }), throws_error);
-  EXPECT_THAT(within([&] { amp.step(solo.sgd); }), throws_error);
-  EXPECT_THAT(within([&] { amp.zero_grad(solo.sgd); }), throws_error);
-  solo.pass(0.5);
-  EXPECT_TRUE(amp.step(solo.sgd).applied());
-  EXPECT_EQ(weight_of(solo.model), 0.5F);
+  EXPECT_THAT(within([&] { training.run_backward(0.5); }), throws_error);
+  EXPECT_THAT(within([&] { amp.step(training.sgd); }), throws_error);
+  EXPECT_THAT(within([&] { amp.zero_grad(training.sgd); }), throws_error);
+  training.run_backward(0.5);
+  EXPECT_TRUE(amp.step(training.sgd).applied());
+  EXPECT_EQ(get_weight(training.model), 0.5F);
 }
 
 TEST(AmpRecovery, ContinuesAfterSkipCallbackThrew) {
-  Solo solo(OptLevel::O1());
-  solo.amp.scaler().on_skip([](const mezzo::SkippedStep&) { throw std::runtime_error("stop"); });
-  EXPECT_THROW(solo.pass(kInfinity), std::runtime_error);
-  EXPECT_FALSE(solo.amp.step(solo.sgd).applied());
-  solo.sgd.zero_grad();
-  solo.pass(0.25);
-  EXPECT_TRUE(solo.amp.step(solo.sgd).applied());
-  EXPECT_EQ(solo.amp.scaler().get_scale(), kScale / 2);
+  OneModelTraining training(OptLevel::O1());
+  training.amp.scaler().on_skip(
+      [](const mezzo::SkippedStep&) { throw std::runtime_error("stop"); });
+  EXPECT_THROW(training.run_backward(kInfinity), std::runtime_error);
+  EXPECT_FALSE(training.amp.step(training.sgd).applied());
+  training.sgd.zero_grad();
+  training.run_backward(0.25);
+  EXPECT_TRUE(training.amp.step(training.sgd).applied());
+  EXPECT_EQ(training.amp.scaler().get_scale(), kScale / 2);
 }
 
 // A step that throws after the optimizer has stepped.
@@ -240,62 +245,65 @@ TEST(AmpRecovery, StepSucceedsAfterOptimizerThrewLate) {
         EXPECT_TRUE(step());
       }
     }
-    EXPECT_EQ(weight_of(model), 0.25F) << level.name();
+    EXPECT_EQ(get_weight(model), 0.25F) << level.name();
   }
 }
 
 TEST(AmpRecovery, ContinuesAfterGradientCannotBeAdded) {
-  Solo solo(OptLevel::O1());
-  solo.pass(0.25);
+  OneModelTraining training(OptLevel::O1());
+  training.run_backward(0.25);
   const auto backward = [&](const torch::Tensor& loss) {
     loss.backward();
-    solo.model->weight.mutable_grad() = torch::ones({3});
+    training.model->weight.mutable_grad() = torch::ones({3});
   };
-  EXPECT_THROW(solo.amp.scale_loss(solo.amp.forward(solo.model, filled(8)), solo.sgd, backward),
+  EXPECT_THROW(training.amp.scale_loss(training.amp.forward(training.model, filled(8)),
+                                       training.sgd, backward),
                c10::Error);
-  solo.pass(0.5);
-  EXPECT_TRUE(solo.amp.step(solo.sgd).applied());
-  EXPECT_EQ(weight_of(solo.model), 0.25F);
+  training.run_backward(0.5);
+  EXPECT_TRUE(training.amp.step(training.sgd).applied());
+  EXPECT_EQ(get_weight(training.model), 0.25F);
 }
 
 TEST(AmpBackward, InfInOneOptimizerSkipsAllOfLoss) {
   for (const OptLevel& level : kLevels) {
     for (const bool delays : {false, true}) {
-      Pair pair(level);
+      TwoModelTraining training(level);
       const auto steps = [&] {
-        return std::pair(pair.amp.step(pair.first_optimizer).applied(),
-                         pair.amp.step(pair.second_optimizer).applied());
+        return std::pair(training.amp.step(training.first_optimizer).applied(),
+                         training.amp.step(training.second_optimizer).applied());
       };
-      if (delays) pair.pass_for_both(0.25, 0.25, /*delays=*/true);
-      pair.pass_for_both(kInfinity, 0.25);
+      if (delays) training.run_joint_backward(0.25, 0.25, /*delays=*/true);
+      training.run_joint_backward(kInfinity, 0.25);
       EXPECT_EQ(steps(), std::pair(false, false)) << level.name() << delays;
-      EXPECT_EQ(weight_of(pair.second), 1.0F);
-      EXPECT_EQ(pair.amp.scaler().get_scale(), kScale / 2) << "lowered once";
-      pair.first_optimizer.zero_grad();
-      pair.second_optimizer.zero_grad();
-      pair.pass_for_both(0.25, 0.25);
+      EXPECT_EQ(get_weight(training.second), 1.0F);
+      EXPECT_EQ(training.amp.scaler().get_scale(), kScale / 2) << "lowered once";
+      training.first_optimizer.zero_grad();
+      training.second_optimizer.zero_grad();
+      training.run_joint_backward(0.25, 0.25);
       EXPECT_EQ(steps(), std::pair(true, true)) << level.name() << delays;
-      EXPECT_EQ(weight_of(pair.second), 0.75F);
+      EXPECT_EQ(get_weight(training.second), 0.75F);
     }
   }
 }
 
 TEST(AmpBackward, OptimizerStepsAfterScaleUpdate) {
-  Pair pair;
-  pair.pass_for_both(0.25, 0.25);
-  pair.amp.step(pair.first_optimizer);
-  pair.first_optimizer.zero_grad();
-  pair.amp.backward(pair.amp.forward(pair.first, filled(0.25)), pair.first_optimizer);
-  pair.amp.step(pair.first_optimizer);
-  EXPECT_THAT([&] { (void)pair.amp.state_dict(); },
+  TwoModelTraining training;
+  training.run_joint_backward(0.25, 0.25);
+  training.amp.step(training.first_optimizer);
+  training.first_optimizer.zero_grad();
+  training.amp.backward(training.amp.forward(training.first, filled(0.25)),
+                        training.first_optimizer);
+  training.amp.step(training.first_optimizer);
+  EXPECT_THAT([&] { (void)training.amp.state_dict(); },
               ThrowsMessage<c10::Error>(HasSubstr("has not stepped yet")));
-  EXPECT_TRUE(pair.amp.step(pair.second_optimizer).applied());
-  EXPECT_EQ(pair.clean_iterations(), 2);
-  pair.second_optimizer.zero_grad();
-  pair.amp.backward(pair.amp.forward(pair.second, filled(0.5)), pair.second_optimizer);
-  EXPECT_TRUE(pair.amp.step(pair.second_optimizer).applied());
-  EXPECT_EQ(weight_of(pair.second), 0.25F);
-  EXPECT_EQ(pair.clean_iterations(), 3);
+  EXPECT_TRUE(training.amp.step(training.second_optimizer).applied());
+  EXPECT_EQ(training.get_growth_tracker(), 2);
+  training.second_optimizer.zero_grad();
+  training.amp.backward(training.amp.forward(training.second, filled(0.5)),
+                        training.second_optimizer);
+  EXPECT_TRUE(training.amp.step(training.second_optimizer).applied());
+  EXPECT_EQ(get_weight(training.second), 0.25F);
+  EXPECT_EQ(training.get_growth_tracker(), 3);
 }
 
 TEST(AmpBackward, ThrowsForParameterInTwoOptimizers) {

@@ -25,22 +25,22 @@ TEST(AmpScriptModule, KeepsBatchNormsInFloat32) {
   for (const OptLevel& level : {OptLevel::O2_bf16(), OptLevel::O3_bf16()}) {
     const auto script = script_model();
     mezzo::initialize(mezzo::ScriptModule(script), level, kSilent);
-    const auto kept = level.keep_batchnorm_fp32() ? torch::kFloat : torch::kBFloat16;
+    const auto norm_dtype = level.keep_batchnorm_fp32() ? torch::kFloat : torch::kBFloat16;
     for (const auto& item : script.named_parameters()) {
       const bool is_norm = item.name.starts_with("norm.");
-      EXPECT_EQ(item.value.scalar_type(), is_norm ? kept : torch::kBFloat16) << item.name;
+      EXPECT_EQ(item.value.scalar_type(), is_norm ? norm_dtype : torch::kBFloat16) << item.name;
       EXPECT_TRUE(item.value.requires_grad() && item.value.is_leaf()) << item.name;
     }
     const auto norm = script.attr("norm").toModule();
-    EXPECT_EQ(norm.attr("running_mean").toTensor().scalar_type(), kept);
-    EXPECT_EQ(norm.attr("running_var").toTensor().scalar_type(), kept);
+    EXPECT_EQ(norm.attr("running_mean").toTensor().scalar_type(), norm_dtype);
+    EXPECT_EQ(norm.attr("running_var").toTensor().scalar_type(), norm_dtype);
     EXPECT_EQ(norm.attr("num_batches_tracked").toTensor().scalar_type(), torch::kLong);
   }
 }
 
 /// Returns the loss after 30 steps divided by the first.
 template <class Optimizer>
-double loss_left(const ScriptModule& script, Optimizer& optimizer, const OptLevel& level) {
+double get_loss_ratio(const ScriptModule& script, Optimizer& optimizer, const OptLevel& level) {
   auto amp = mezzo::initialize(script, optimizer, level, kSilent);
   torch::manual_seed(3);
   const auto input = torch::randn({16, 3, 6, 6}), target = torch::randn({16, 4});
@@ -61,11 +61,11 @@ TEST(AmpScriptModule, TrainsAtEachLevel) {
   for (const char* name : {"O0", "O1_bf16", "O2_bf16", "O3_bf16", "O2"}) {
     const ScriptModule script(script_model());
     mezzo::optim::AdamW fused(script->parameters(), 1e-2);
-    EXPECT_LT(loss_left(script, fused, OptLevel::parse(name)), 0.9) << name;
+    EXPECT_LT(get_loss_ratio(script, fused, OptLevel::parse(name)), 0.9) << name;
   }
   const ScriptModule script(script_model());
   torch::optim::SGD sgd(script->parameters(), 0.1);
-  EXPECT_LT(loss_left(script, sgd, OptLevel::O2_bf16()), 0.95);
+  EXPECT_LT(get_loss_ratio(script, sgd, OptLevel::O2_bf16()), 0.95);
 }
 
 TEST(AmpScriptModule, ForwardAcceptsAnyHandle) {

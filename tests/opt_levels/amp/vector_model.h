@@ -29,7 +29,7 @@ TORCH_MODULE(Vector);
 
 inline torch::Tensor filled(double value) { return torch::full({4}, value); }
 
-inline float weight_of(const Vector& model) {
+inline float get_weight(const Vector& model) {
   return model->weight.to(torch::kFloat)[0].item<float>();
 }
 

@@ -23,7 +23,7 @@ using testing::AllOf;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
 
-std::string precision_of(const OptLevel& level) {
+std::string format_policy(const OptLevel& level) {
   return level.mixed_precision_policy().to_string();
 }
 
@@ -32,7 +32,7 @@ TEST(OptLevel, PropertiesMatchApex) {
   struct Row {
     OptLevel level;
     std::optional<torch::ScalarType> model;
-    bool op_lists, keeps_norms, masters, scales;
+    bool uses_autocast, keeps_norms, masters, scales;
     std::string precision;
   };
   for (const Row& row :
@@ -54,21 +54,21 @@ TEST(OptLevel, PropertiesMatchApex) {
     EXPECT_EQ(level.cast_model_type(), row.model) << level;
     EXPECT_EQ(level.cast_model_outputs(), row.model ? std::optional(torch::kFloat) : kNotCast)
         << level;
-    EXPECT_EQ(level.uses_autocast(), row.op_lists) << level;
+    EXPECT_EQ(level.uses_autocast(), row.uses_autocast) << level;
     EXPECT_EQ(level.keep_batchnorm_fp32(), row.keeps_norms) << level;
     EXPECT_EQ(level.master_weights(), row.masters) << level;
     EXPECT_EQ(level.loss_scale().mode, row.scales ? LossScaleMode::dynamic : LossScaleMode::none);
-    EXPECT_EQ(precision_of(level), row.precision);
+    EXPECT_EQ(format_policy(level), row.precision);
   }
 }
 
 TEST(OptLevel, DynamicScaleMatchesApex) {
-  const GradScalerOptions rule = OptLevel::O2().loss_scale();
-  EXPECT_EQ(rule.init_scale, 65536);
-  EXPECT_EQ(rule.growth_factor, 2);
-  EXPECT_EQ(rule.backoff_factor, 0.5);
-  EXPECT_EQ(rule.growth_interval, 2000);
-  EXPECT_EQ(rule.max_scale, 16777216);
+  const GradScalerOptions options = OptLevel::O2().loss_scale();
+  EXPECT_EQ(options.init_scale, 65536);
+  EXPECT_EQ(options.growth_factor, 2);
+  EXPECT_EQ(options.backoff_factor, 0.5);
+  EXPECT_EQ(options.growth_interval, 2000);
+  EXPECT_EQ(options.max_scale, 16777216);
 }
 
 TEST(OptLevelOverrides, ReplaceOnlyNamedProperties) {
@@ -81,15 +81,15 @@ TEST(OptLevelOverrides, ReplaceOnlyNamedProperties) {
   EXPECT_TRUE(level.master_weights());
   EXPECT_EQ(level.loss_scale().mode, LossScaleMode::fixed);
   EXPECT_EQ(level.loss_scale().init_scale, 128);
-  EXPECT_EQ(precision_of(level), "params=float32,compute=bfloat16,output=float16");
+  EXPECT_EQ(format_policy(level), "params=float32,compute=bfloat16,output=float16");
 
   EXPECT_EQ(OptLevel::O2({.cast_model_type = torch::kBFloat16}).loss_scale().mode,
             LossScaleMode::dynamic);
-  EXPECT_EQ(precision_of(OptLevel::O2({.master_weights = false})),
+  EXPECT_EQ(format_policy(OptLevel::O2({.master_weights = false})),
             "params=float16,compute=float16,output=float32");
-  EXPECT_EQ(precision_of(OptLevel::O1({.cast_model_outputs = torch::kFloat})),
+  EXPECT_EQ(format_policy(OptLevel::O1({.cast_model_outputs = torch::kFloat})),
             "params=float32,compute=float16,output=float32");
-  EXPECT_EQ(precision_of(OptLevel::O1({.patch_torch_functions = false})),
+  EXPECT_EQ(format_policy(OptLevel::O1({.patch_torch_functions = false})),
             "params=float32,compute=float32,output=float32");
 }
 
@@ -97,8 +97,8 @@ TEST(OptLevelOverrides, AcceptLossScaleAsNumberOrText) {
   EXPECT_EQ(OptLevel::O3({.loss_scale = "dynamic"}).loss_scale().max_scale, 16777216);
   EXPECT_EQ(OptLevel::O3({.loss_scale = std::string("128.0")}).loss_scale().init_scale, 128);
   EXPECT_EQ(OptLevel::O3({.loss_scale = 64}).loss_scale().init_scale, 64);
-  const GradScalerOptions rule = GradScalerOptions::dynamic({.init_scale = 8, .min_scale = 2});
-  EXPECT_EQ(OptLevel::O3({.loss_scale = rule}).loss_scale().min_scale, 2);
+  const GradScalerOptions options = GradScalerOptions::dynamic({.init_scale = 8, .min_scale = 2});
+  EXPECT_EQ(OptLevel::O3({.loss_scale = options}).loss_scale().min_scale, 2);
   for (const char* text : {"dynamics", "", "128x", " 1"}) {
     EXPECT_THAT([&] { OptLevel::O2({.loss_scale = text}); },
                 ThrowsMessage<c10::Error>(HasSubstr("loss_scale \"" + std::string(text) +
