@@ -49,10 +49,10 @@ def cuda_of(libtorch):
     """Returns the major CUDA version that a libtorch was built with."""
     if libtorch == "wheel":
         return int(re.search(r"^nvidia-cuda-runtime==(\d+)", REQUIREMENTS.read_text(), re.MULTILINE)[1])
-    folder = pathlib.Path(libtorch)
-    library = folder / "lib" / "libtorch_cuda.so"
+    directory = pathlib.Path(libtorch)
+    library = directory / "lib" / "libtorch_cuda.so"
     if not library.exists():
-        raise VersionMismatch(f"{folder} is a libtorch without CUDA (no lib/libtorch_cuda.so): set Torch_DIR to one with CUDA, or "
+        raise VersionMismatch(f"{directory} is a libtorch without CUDA (no lib/libtorch_cuda.so): set Torch_DIR to one with CUDA, or "
                      "unset it to download one")
     found = re.search(r"libcudart\.so\.(\d+)", output_of("readelf", "-d", str(library)))
     if not found:

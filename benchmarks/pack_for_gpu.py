@@ -40,14 +40,14 @@ def output_of(*command):
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def pack_program(program, folder):
+def pack_program(program, directory):
     """Copies a program without symbols, and the libraries that the other machine may not have."""
-    (folder / "bin").mkdir(exist_ok=True)
-    subprocess.run(["strip", "-o", folder / "bin" / program.name, program], check=True)
+    (directory / "bin").mkdir(exist_ok=True)
+    subprocess.run(["strip", "-o", directory / "bin" / program.name, program], check=True)
     for name, path in re.findall(r"^\s*(\S+) => (/\S+)", output_of("ldd", str(program)), re.MULTILINE):
         if not NOT_PACKED.match(name):
-            (folder / "lib").mkdir(exist_ok=True)
-            shutil.copy(path, folder / "lib" / name)
+            (directory / "lib").mkdir(exist_ok=True)
+            shutil.copy(path, directory / "lib" / name)
 
 
 def newest_symbols(programs):
@@ -100,14 +100,14 @@ def write_float16(source, target):
                     out.write(part)
 
 
-def pack_model(folder):
+def pack_model(directory):
     model = ROOT / ".deps" / "model"
-    (folder / "model").mkdir()
+    (directory / "model").mkdir()
     for name in MODEL:
         if (model / name).exists():
-            shutil.copy(model / name, folder / "model" / name)
-    write_float16(model / "model.safetensors", folder / "model" / "model.safetensors")
-    shutil.copy(ROOT / ".deps" / "ner.txt", folder / "ner.txt")
+            shutil.copy(model / name, directory / "model" / name)
+    write_float16(model / "model.safetensors", directory / "model" / "model.safetensors")
+    shutil.copy(ROOT / ".deps" / "ner.txt", directory / "ner.txt")
 
 
 def main():
@@ -117,23 +117,23 @@ def main():
     programs = [BUILD / program for program in PROGRAMS]
     version = (ROOT / ".deps/libtorch/share/cmake/Torch/TorchConfigVersion.cmake").read_text().split('"')[1]
     with tempfile.TemporaryDirectory() as scratch:
-        folder = pathlib.Path(scratch)
+        directory = pathlib.Path(scratch)
         for program in programs:
-            pack_program(program, folder)
-        pack_model(folder)
+            pack_program(program, directory)
+        pack_model(directory)
         for script in SCRIPTS:
-            shutil.copy(ROOT / "benchmarks" / script, folder / pathlib.Path(script).name)
-        (folder / "run").write_text(RUN)
-        (folder / "run").chmod(0o755)
+            shutil.copy(ROOT / "benchmarks" / script, directory / pathlib.Path(script).name)
+        (directory / "run").write_text(RUN)
+        (directory / "run").chmod(0o755)
         try:
             commit = output_of("git", "-C", str(ROOT), "describe", "--always", "--dirty").strip()
         except (OSError, subprocess.CalledProcessError):
             commit = "no git checkout"
         packed = {"commit": commit, "libtorch": version, "architectures": architectures(),
                   "compiler": output_of("c++", "--version").splitlines()[0], "needs": newest_symbols(programs)}
-        (folder / "packed.json").write_text(json.dumps(packed, indent=1) + "\n")
+        (directory / "packed.json").write_text(json.dumps(packed, indent=1) + "\n")
         with tarfile.open(archive, "w:gz") as tar:
-            for path in sorted(folder.iterdir()):
+            for path in sorted(directory.iterdir()):
                 tar.add(path, path.name)
     size = archive.stat().st_size / 2**20
     print("\n".join(f"{key}: {value}" for key, value in packed.items()))

@@ -60,21 +60,21 @@ class Programs:
     def __init__(self):
         if PACKED.exists():
             self.root, self.results = HERE, HERE / "results"
-            self.folders = [HERE / "bin"]
+            self.directories = [HERE / "bin"]
             self.model, self.data = HERE / "model", HERE / "ner.txt"
             self.baselines = HERE
         else:
             self.root, self.results = HERE.parent, HERE / "results"
-            self.folders = [self.root / "build" / "cuda" / folder
-                            for folder in ("tests/cuda", "benchmarks/cuda", "examples/bert_ner")]
+            self.directories = [self.root / "build" / "cuda" / directory
+                            for directory in ("tests/cuda", "benchmarks/cuda", "examples/bert_ner")]
             self.model, self.data = self.root / ".deps" / "model", self.root / ".deps" / "ner.txt"
             self.baselines = HERE / "cuda"
 
     def find(self, name):
-        for folder in self.folders:
-            if (folder / name).exists():
-                return folder / name
-        return self.folders[0] / name
+        for directory in self.directories:
+            if (directory / name).exists():
+                return directory / name
+        return self.directories[0] / name
 
 
 class Part:
@@ -87,9 +87,9 @@ class Part:
 
 def sanitizer(root):
     """The path of compute-sanitizer, or None."""
-    folders = [os.environ.get("CUDA_HOME", "/usr/local/cuda"), root / ".deps" / "cuda"]
+    directories = [os.environ.get("CUDA_HOME", "/usr/local/cuda"), root / ".deps" / "cuda"]
     return shutil.which("compute-sanitizer") or shutil.which(
-        "compute-sanitizer", path=os.pathsep.join(f"{folder}/bin" for folder in folders))
+        "compute-sanitizer", path=os.pathsep.join(f"{directory}/bin" for directory in directories))
 
 
 def all_parts(programs, python_skip_reason, out):
@@ -127,8 +127,8 @@ def torch_of_python():
     """The directory of Python's torch, or None."""
     script = ("import importlib.util, os; spec = importlib.util.find_spec('torch'); "
               "print(spec.submodule_search_locations[0] if spec else '')")
-    folder = check_gpu_environment.output_of(sys.executable, "-c", script).strip()
-    return pathlib.Path(folder) if folder else None
+    directory = check_gpu_environment.output_of(sys.executable, "-c", script).strip()
+    return pathlib.Path(directory) if directory else None
 
 
 def named_torch():
@@ -136,8 +136,8 @@ def named_torch():
     package = os.environ.get("Torch_DIR")
     if not package:
         return None
-    folder = pathlib.Path(package)
-    return next((root for root in (folder, *folder.parents) if (root / "lib" / "libtorch_cuda.so").exists()), folder)
+    directory = pathlib.Path(package)
+    return next((root for root in (directory, *directory.parents) if (root / "lib" / "libtorch_cuda.so").exists()), directory)
 
 
 def version_of(libtorch):
@@ -148,10 +148,10 @@ def version_of(libtorch):
 
 def use_libraries_of(libtorch):
     """Puts a libtorch and the CUDA libraries next to it on LD_LIBRARY_PATH."""
-    folders = [HERE / "lib", libtorch / "lib", *sorted((libtorch.parent / "nvidia").glob("*/lib")),
+    directories = [HERE / "lib", libtorch / "lib", *sorted((libtorch.parent / "nvidia").glob("*/lib")),
                pathlib.Path("/usr/local/cuda/lib64")]
     old = os.environ.get("LD_LIBRARY_PATH")
-    os.environ["LD_LIBRARY_PATH"] = os.pathsep.join([*(str(folder) for folder in folders if folder.is_dir()),
+    os.environ["LD_LIBRARY_PATH"] = os.pathsep.join([*(str(directory) for directory in directories if directory.is_dir()),
                                                     *([old] if old else [])])
 
 

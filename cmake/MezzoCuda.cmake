@@ -12,8 +12,8 @@ endif()
 # flush subnormal numbers to zero.
 set(MEZZO_CUDA_ARITHMETIC -prec-div=true -prec-sqrt=true -ftz=false -fmad=true)
 
-function(mezzo_add_cuda include_folder)
-  add_library(mezzo_cuda_kernels STATIC EXCLUDE_FROM_ALL "${include_folder}/mezzo/kernels/cuda/mezzo_cuda.cu")
+function(mezzo_add_cuda include_dir)
+  add_library(mezzo_cuda_kernels STATIC EXCLUDE_FROM_ALL "${include_dir}/mezzo/kernels/cuda/mezzo_cuda.cu")
   target_compile_options(mezzo_cuda_kernels PRIVATE
     "$<$<COMPILE_LANG_AND_ID:CUDA,NVIDIA>:-std=c++20;${MEZZO_CUDA_ARITHMETIC}>")
   target_link_libraries(mezzo_cuda_kernels PUBLIC mezzo::mezzo)

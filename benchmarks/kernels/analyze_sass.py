@@ -373,10 +373,10 @@ def tool(name):
     return found or sys.exit(f"{name} is neither on PATH nor in {', '.join(places)}")
 
 
-def compiled(architecture, libtorch, folder):
+def compiled(architecture, libtorch, directory):
     """(sass, usage) of the kernels as nvcc compiles them."""
     torch = libtorch / "include"
-    cubin = folder / f"sm_{architecture}.cubin"
+    cubin = directory / f"sm_{architecture}.cubin"
     subprocess.run([tool("nvcc"), "-std=c++20", "-O3", "-DNDEBUG", f"-I{ROOT / 'include'}",
                     f"-isystem={torch}", f"-isystem={torch / 'torch/csrc/api/include'}", f"-arch=sm_{architecture}",
                     "-cubin", ROOT / "include/mezzo/kernels/cuda/mezzo_cuda.cu", "-o", cubin], check=True)
@@ -392,9 +392,9 @@ def main():
     parser.add_argument("--check", action="store_true", help="fail where a kernel misses a goal")
     options = parser.parse_args()
     rows = []
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as directory:
         for architecture in options.architectures.split(","):
-            rows += rows_of(architecture, *compiled(architecture, options.libtorch, pathlib.Path(folder)))
+            rows += rows_of(architecture, *compiled(architecture, options.libtorch, pathlib.Path(directory)))
     rows.sort(key=lambda row: (row["kernel"], ARCHITECTURES.index(row["sm"])))
     print(table_of(rows))
     missed = list(missed_goals(rows))

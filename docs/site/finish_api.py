@@ -10,11 +10,11 @@ import sys
 
 LINK = re.compile(r'<a (?:class="el" )?href="([^"#:]*)#([^"]+)">(.*?)</a>', re.S)
 
-folder = pathlib.Path(sys.argv[1])
-pages = {path.name: path.read_text(encoding="utf-8") for path in folder.glob("*.html")}
+directory = pathlib.Path(sys.argv[1])
+pages = {path.name: path.read_text(encoding="utf-8") for path in directory.glob("*.html")}
 anchors = {name: set(re.findall(r'(?:id|name)="([^"]+)"', text)) for name, text in pages.items()}
 for name, text in pages.items():
     finished = LINK.sub(
         lambda link: link[0] if link[2] in anchors.get(link[1] or name, {link[2]}) else link[3], text)
     if finished != text:
-        (folder / name).write_text(finished, encoding="utf-8")
+        (directory / name).write_text(finished, encoding="utf-8")

@@ -64,7 +64,7 @@ TEST(MultiheadAttention, AdditiveMaskTrainsUnderAutocast) {
   output.sum().backward();
 }
 
-TEST(MultiheadAttention, KeyPaddingMaskTrainsWithBmmDenied) {
+TEST(MultiheadAttention, DeniedBmmAcceptsKeyPaddingMask) {
   auto model = attention();
   const Tensor expected = with_padding(model, input());
   const auto overrides = mezzo::install_op_overrides(mezzo::OpOverrides().deny("aten::bmm"));
@@ -87,7 +87,7 @@ TEST(MultiheadAttention, AdditiveMaskTrainsWith16BitWeights) {
   output.sum().backward();
 }
 
-TEST(MultiheadAttention, KeyPaddingMaskTrainsAsFloatModuleIn16BitModel) {
+TEST(MultiheadAttention, Float32ModuleAcceptsKeyPaddingMask) {
   auto model = attention();
   const Tensor expected = with_padding(model, input());
   const Tensor x = input().to(torch::kBFloat16);  // as from a 16-bit layer

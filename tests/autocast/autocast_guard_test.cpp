@@ -44,7 +44,7 @@ static_assert(
 static_assert(
     std::is_same_v<AutocastGuard<torch::kCPU>, AutocastGuard<torch::kCPU, torch::kBFloat16>>);
 
-TEST(AutocastGuard, LowersToDeviceDefaultUntilScopeEnds) {
+TEST(AutocastGuard, CastsToDefaultDtypeInScope) {
   {
     const AutocastGuard<torch::kCPU> autocast;
     EXPECT_EQ(get_product_dtype(), torch::kBFloat16);
@@ -52,7 +52,7 @@ TEST(AutocastGuard, LowersToDeviceDefaultUntilScopeEnds) {
   EXPECT_EQ(get_product_dtype(), torch::kFloat);
 }
 
-TEST(AutocastGuard, CudaDefaultsToFloat16AndIgnoresCpu) {
+TEST(AutocastGuard, CudaDefaultsToFloat16ExcludingCpu) {
   const AutocastGuard<torch::kCUDA> autocast;
   EXPECT_TRUE(at::autocast::is_autocast_enabled(torch::kCUDA));
   EXPECT_EQ(at::autocast::get_autocast_dtype(torch::kCUDA), torch::kHalf);

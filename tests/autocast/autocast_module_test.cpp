@@ -200,7 +200,7 @@ TEST(AutocastModule, PrintsWrappedModule) {
   EXPECT_THAT(text.str(), HasSubstr("mezzo::AutocastModule(torch::nn::Linear(in_features=4"));
 }
 
-TEST(AutocastModule, ThrowsForEmptyHolderOrBadDtype) {
+TEST(AutocastModule, ThrowsForInvalidModuleOrDtype) {
   EXPECT_THAT([] { AutocastModule(torch::nn::Linear(nullptr), kBf16); },
               ThrowsMessage<c10::Error>(HasSubstr("AutocastModule: module is an empty holder")));
   EXPECT_THAT(
@@ -212,7 +212,7 @@ TEST(AutocastModule, ThrowsForEmptyHolderOrBadDtype) {
           HasSubstr("In CPU autocast, but the target dtype Float is not supported")));
 }
 
-TEST(AutocastModule, AcceptsNullptr) {
+TEST(AutocastModule, HoldsNullptrUntilAssigned) {
   AutocastModule<torch::nn::Linear> later = nullptr;
   EXPECT_FALSE(static_cast<bool>(later));
   later = AutocastModule(torch::nn::Linear(2, 2), kBf16);

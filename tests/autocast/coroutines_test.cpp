@@ -63,7 +63,7 @@ struct CpuState {
 };
 
 /// Runs in a separate thread, whose autocast state ends with it.
-void in_a_thread(const std::function<void()>& work) { std::thread(work).join(); }
+void run_in_new_thread(const std::function<void()>& work) { std::thread(work).join(); }
 
 /// A guard written with the functions of ATen/autocast_mode.h.
 template <torch::ScalarType Dtype>
@@ -94,7 +94,7 @@ Coroutine hold_across_suspension() {
 template <class Half, class Bfloat16>
 CpuState run_overlapping_guards() {
   CpuState after;
-  in_a_thread([&after] {
+  run_in_new_thread([&after] {
     const auto first = hold_across_suspension<Half>();
     const auto second = hold_across_suspension<Bfloat16>();
     for (const auto* coroutine : {&first, &second, &first, &second}) coroutine->resume();
@@ -106,10 +106,10 @@ CpuState run_overlapping_guards() {
 template <class Guard>
 std::pair<CpuState, CpuState> end_guard_in_other_thread() {
   std::pair<CpuState, CpuState> after;
-  in_a_thread([&after] {
+  run_in_new_thread([&after] {
     const auto coroutine = hold_across_suspension<Guard>();
     coroutine.resume();
-    in_a_thread([&] {
+    run_in_new_thread([&] {
       coroutine.resume();
       after.second = CpuState();
     });
@@ -137,7 +137,7 @@ Coroutine compute_in(mezzo::AutocastState state, std::vector<torch::ScalarType>&
   }
 }
 
-TEST(AutocastCoroutines, StateGuardAfterSuspensionHoldsInAnyThread) {
+TEST(AutocastCoroutines, StateGuardWorksInResumingThread) {
   const CpuState before;
   std::vector<torch::ScalarType> low, plain;
   std::optional<mezzo::AutocastState> half;
@@ -148,7 +148,7 @@ TEST(AutocastCoroutines, StateGuardAfterSuspensionHoldsInAnyThread) {
   const auto first = compute_in(*half, low);
   const auto second = compute_in(mezzo::AutocastState::current(), plain);
   for (const auto* coroutine : {&first, &second}) coroutine->resume();
-  in_a_thread([&] {
+  run_in_new_thread([&] {
     const CpuState of_thread;
     for (const auto* coroutine : {&second, &first}) coroutine->resume();
     EXPECT_EQ(CpuState(), of_thread);

@@ -102,11 +102,11 @@ at::ScalarType get_product_dtype() {
 TEST_F(AutocastParallelApply, ParallelForNeedsPropagatedState) {
   at::autocast::set_autocast_enabled(torch::kCPU, true);
   at::autocast::set_autocast_dtype(torch::kCPU, torch::kBFloat16);
-  const auto of_libtorchs_calls = dtypes_in_parallel_for(get_product_dtype);
+  const auto libtorch_dtypes = dtypes_in_parallel_for(get_product_dtype);
   at::autocast::set_autocast_enabled(torch::kCPU, false);
   const mezzo::AutocastGuard<torch::kCPU> autocast;
-  EXPECT_EQ(dtypes_in_parallel_for(get_product_dtype), of_libtorchs_calls);
-  EXPECT_EQ(of_libtorchs_calls, (std::vector{torch::kBFloat16, torch::kFloat}));
+  EXPECT_EQ(dtypes_in_parallel_for(get_product_dtype), libtorch_dtypes);
+  EXPECT_EQ(libtorch_dtypes, (std::vector{torch::kBFloat16, torch::kFloat}));
   EXPECT_EQ(dtypes_in_parallel_for(mezzo::propagate_autocast_state(get_product_dtype)),
             (std::vector{torch::kBFloat16, torch::kBFloat16}));
 }

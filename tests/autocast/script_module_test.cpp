@@ -76,7 +76,7 @@ void expect_steps_alike(ScriptModule& script, test_support::Twin& model,
   }
 }
 
-TEST(ScriptModule, BitwiseEqualsCppModelInEachDtype) {
+TEST(ScriptModule, MatchesCppModelInEachDtype) {
   ScriptModule script(script_model());
   auto model = twin();
   for (const auto dtype : {torch::kBFloat16, torch::kHalf, torch::kBFloat16}) {
@@ -85,7 +85,7 @@ TEST(ScriptModule, BitwiseEqualsCppModelInEachDtype) {
   expect_steps_alike(script, model, {.device_type = torch::kCPU, .enabled = false});
 }
 
-TEST(ScriptModule, IgnoresExecutorStateOfBareCall) {
+TEST(ScriptModule, IgnoresProfileOfEarlierUnwrappedCall) {
   const auto bare = script_model();
   for (int step = 0; step < 3; ++step) {
     const mezzo::AutocastGuard<torch::kCPU> autocast;
@@ -122,7 +122,7 @@ TEST(ScriptModule, SharesParametersBuffersAndMode) {
   EXPECT_FALSE(torch::equal(bare.attr("out").toModule().attr("weight").toTensor(), before));
 }
 
-TEST(ScriptModule, CloneHasOwnLeaves) {
+TEST(ScriptModule, CloneSharesNoParameters) {
   ScriptModule script(script_model());
   script->parameters()[0].set_requires_grad(false);
   const auto copy = std::dynamic_pointer_cast<mezzo::ScriptModuleImpl>(script->clone());

@@ -18,7 +18,7 @@ using mezzo::AutocastState;
 using mezzo::AutocastStateGuard;
 using torch::Tensor;
 
-void set_every_device_type_by_hand() {
+void set_all_device_types() {
   for (const c10::DeviceType device : at::autocast::_AUTOCAST_SUPPORTED_DEVICES) {
     at::autocast::set_autocast_enabled(device, device != torch::kCPU);
     at::autocast::set_autocast_dtype(device, torch::kDouble);
@@ -34,9 +34,9 @@ void expect_every_device_type_as_set() {
   EXPECT_FALSE(at::autocast::is_autocast_cache_enabled());
 }
 
-TEST(AutocastState, HoldsEveryDeviceTypeAndCacheFlag) {
+TEST(AutocastState, StoresDeviceTypesAndCacheFlag) {
   std::thread([] {  // a thread, whose state ends with it
-    set_every_device_type_by_hand();
+    set_all_device_types();
     std::thread(mezzo::propagate_autocast_state(expect_every_device_type_as_set)).join();
   })
       .join();

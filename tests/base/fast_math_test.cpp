@@ -59,7 +59,7 @@ TEST_P(FastMath, FindsInfAndNan) {
   }
 }
 
-TEST_P(FastMath, RoundsFp16AndBf16) {
+TEST_P(FastMath, RoundsFloat16AndBfloat16) {
   std::array<uint16_t, 5> half{0x3C00, 0x7BFF, 0x0001, 0x8003,
                                0x7C00};  // 1, 65504, two subnormals, inf
   mezzo::fast_math::detail::get_unscale_kernel<c10::Half>(GetParam())(half.data(), half.data(), 5,
@@ -96,7 +96,7 @@ TEST(FastMathFma, PreservesInfinity) {
   EXPECT_EQ(std::bit_cast<uint32_t>(sum), kNonfinite[1]);
 }
 
-TEST(FastMathOptions, ThrowsForNan) {
+TEST(FastMathComparisons, ThrowsForNan) {
   const auto check = [](double option) {
     TORCH_CHECK(mezzo::fast_math::detail::is_at_least(option, 0), "below");
     TORCH_CHECK(mezzo::fast_math::detail::is_above(option, -1), "not above");

@@ -91,7 +91,7 @@ TEST(MixedPrecisionPolicyParse, DefaultsMatchJmp) {
   EXPECT_EQ(MixedPrecisionPolicy::parse("o=f16"), make(torch::kFloat, torch::kFloat, torch::kHalf));
 }
 
-TEST(MixedPrecisionPolicyParse, ThrowsNamingInvalidPart) {
+TEST(MixedPrecisionPolicyParse, ErrorNamesInvalidPart) {
   const std::vector<std::pair<const char*, const char*>> errors{
       {"c=int8",
        "MixedPrecisionPolicy \"c=int8\": \"int8\" is not a dtype; choose from float32 (f32, float, "

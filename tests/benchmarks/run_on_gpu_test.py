@@ -50,13 +50,13 @@ CMAKE = """case $1 in
 esac
 echo "cmake $* for ${TORCH_CUDA_ARCH_LIST:-any} with $(readlink .deps/libtorch) and $(command -v nvcc)" >>built
 [ -z "${BUILD_FAILS:-}" ] || { echo "error: no rule" >&2; exit 1; }
-case $* in *cuda-compile*) folder=build/cuda-compile ;; *) folder=build/cuda ;; esac
-mkdir -p $folder/tests/cuda $folder/benchmarks/cuda $folder/examples/bert_ner
-cp fakes/googletest $folder/tests/cuda/mezzo_cuda_tests
-cp fakes/googletest $folder/tests/cuda/mezzo_cuda_aten_tests
-cp fakes/cuda_bench $folder/benchmarks/cuda/cuda_bench
-cp fakes/bert_ner $folder/examples/bert_ner/bert_ner
-echo 'FLAGS = "--generate-code=arch=compute_80,code=[sm_80]" "--generate-code=arch=compute_90,code=[compute_90,sm_90]"' >$folder/build.ninja
+case $* in *cuda-compile*) directory=build/cuda-compile ;; *) directory=build/cuda ;; esac
+mkdir -p $directory/tests/cuda $directory/benchmarks/cuda $directory/examples/bert_ner
+cp fakes/googletest $directory/tests/cuda/mezzo_cuda_tests
+cp fakes/googletest $directory/tests/cuda/mezzo_cuda_aten_tests
+cp fakes/cuda_bench $directory/benchmarks/cuda/cuda_bench
+cp fakes/bert_ner $directory/examples/bert_ner/bert_ner
+echo 'FLAGS = "--generate-code=arch=compute_80,code=[sm_80]" "--generate-code=arch=compute_90,code=[compute_90,sm_90]"' >$directory/build.ninja
 """
 PIP = """while [ $# -gt 0 ]; do
   [ "$1" != -r ] || sed 's/ .*//' "$2" >>installed
@@ -71,14 +71,14 @@ cp fakes/nvcc .deps/venv/lib/python3.0/site-packages/nvidia/cu13/bin/nvcc
 class FakeMachine:
     """A checkout on a machine with a fake H100, CUDA toolkit and libtorch. Keyword arguments `machine` are environment variables."""
 
-    def __init__(self, folder):
-        self.root = pathlib.Path(folder)
+    def __init__(self, directory):
+        self.root = pathlib.Path(directory)
         for part in ("bootstrap", "benchmarks/run_on_gpu.py", "benchmarks/check_gpu_environment.py", "benchmarks/pack_for_gpu.py",
                      "benchmarks/cuda/torch_amp_bench.py", "benchmarks/cuda/bert_ner_torch.py", "bootstrap-requirements.txt"):
             (self.root / part).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / part, self.root / part)
-        for folder in (".deps/model", ".deps/venv/bin", "mine/share/cmake/Torch", "mine/lib", "fakes"):
-            (self.root / folder).mkdir(parents=True)
+        for directory in (".deps/model", ".deps/venv/bin", "mine/share/cmake/Torch", "mine/lib", "fakes"):
+            (self.root / directory).mkdir(parents=True)
         for file in (".deps/ner.txt", "mine/share/cmake/Torch/TorchConfig.cmake", "mine/lib/libtorch_cuda.so"):
             (self.root / file).touch()
         (self.root / "mine/share/cmake/Torch/TorchConfigVersion.cmake").write_text('set(PACKAGE_VERSION "2.11.0")\n')
@@ -124,9 +124,9 @@ class FakeMachine:
 
 class Bootstrap(unittest.TestCase):
     def setUp(self):
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.machine = FakeMachine(folder.name)
+        directory = tempfile.TemporaryDirectory()
+        self.addCleanup(directory.cleanup)
+        self.machine = FakeMachine(directory.name)
 
     def assert_fails_with(self, message, **machine):
         """The command fails with this message, and installs and builds nothing."""

@@ -35,10 +35,10 @@ def main():
         if parameter.dim() == 1:
             parameter.data += 0.1 * torch.randn_like(parameter)
 
-    folder = DATA / "tiny_bert"
-    folder.mkdir(exist_ok=True)
-    model.save_pretrained(folder)
-    (folder / "vocab.txt").write_text("".join(token + "\n" for token in vocabulary))
+    directory = DATA / "tiny_bert"
+    directory.mkdir(exist_ok=True)
+    model.save_pretrained(directory)
+    (directory / "vocab.txt").write_text("".join(token + "\n" for token in vocabulary))
 
     ids = torch.randint(5, len(vocabulary), (3, 12))
     mask = torch.ones(3, 12, dtype=torch.long)

@@ -257,7 +257,7 @@ TEST_F(BertNerProgram, ResumingDifferentRunFails) {
   expect_failure(resumed({"--resume"}), 1, {file.string(), "is corrupt"});
 }
 
-TEST_F(BertNerProgram, AmpRowsReadEnvironment) {
+TEST_F(BertNerProgram, AmpReadsMixedPrecisionVariable) {
   setenv("MEZZO_MIXED_PRECISION", "no", 1);
   const auto off =
       run(training_arguments({"--precision", "amp", "--max-steps", "1", "--json", "-"}));
@@ -276,7 +276,7 @@ TEST_F(BertNerProgram, ExitStatusDistinguishesUsageErrors) {
   EXPECT_EQ(help.err, "");
 }
 
-TEST_F(BertNerProgram, ReportsFileAndLineOfBadInput) {
+TEST_F(BertNerProgram, ErrorNamesFileAndLine) {
   const auto expect_error = [&](std::string_view text, const Arguments& parts) {
     expect_failure(run({"--model", BERT_NER_TEST_DATA "/tiny_bert", "--precision", "amp", "--data",
                         temp_dir_.write("bad.txt", text).string()}),

@@ -44,7 +44,7 @@ TEST(CheckpointManager, SaveThrowsWithoutHigherSequenceNumber) {
               AllOf(HasSubstr(last.filename().string()), HasSubstr("move it elsewhere")));
 }
 
-TEST(CheckpointManager, LoadLatestReturnsNoneForEmptyDirectory) {
+TEST(CheckpointManager, LoadLatestReturnsNulloptIfEmpty) {
   const TempDir temp_dir;
   int64_t value = 3;
   const auto state = TrainingState().add("a", value);
@@ -168,7 +168,7 @@ class Signal {
   std::array<int, 2> ends_{};
 };
 
-TEST(CheckpointManager, LockEndsWithProcessDespiteForkedChild) {
+TEST(CheckpointManager, ForkedChildDoesNotExtendLock) {
   const TempDir temp_dir;
   int64_t value = 1;
   const auto state = TrainingState().add("value", value);

@@ -230,17 +230,17 @@ TEST(CheckpointCorruption, FallsBackToPreviousWithWarning) {
 }
 
 /// Paths that cannot be opened as files.
-void put_link_to_nowhere(const std::filesystem::path& path) {
+void create_dangling_symlink(const std::filesystem::path& path) {
   std::filesystem::create_symlink("nowhere", path);
 }
 void put_folder(const std::filesystem::path& path) { std::filesystem::create_directory(path); }
 void put_pipe(const std::filesystem::path& path) { ASSERT_EQ(::mkfifo(path.c_str(), 0600), 0); }
-void put_file_by_torch_save(const std::filesystem::path& path) {
+void create_torch_save_file(const std::filesystem::path& path) {
   torch::save(torch::ones({3}), path.string());
 }
 
 TEST(CheckpointCorruption, SkipsPathsThatCannotBeOpened) {
-  for (auto* const put : {put_link_to_nowhere, put_folder, put_pipe, put_file_by_torch_save}) {
+  for (auto* const put : {create_dangling_symlink, put_folder, put_pipe, create_torch_save_file}) {
     TwoSaved saved;
     std::filesystem::remove(saved.second);
     put(saved.second);
@@ -301,7 +301,7 @@ TEST(CheckpointCorruption, ReportsOverwrittenHeaderAsCorrupt) {
               HasSubstr("is corrupt"));
 }
 
-TEST(CheckpointCorruption, CorruptFilesDoNotCountAsKept) {
+TEST(CheckpointCorruption, MaxToKeepIgnoresCorruptFiles) {
   TwoSaved saved;
   write_file(saved.second, "");
   saved.checkpoints.load_latest(saved.run.state);
@@ -383,7 +383,7 @@ struct Faults {
 /// 2 MB, for several write calls.
 constexpr int64_t kLarge = 1 << 18;
 
-TEST(CheckpointFaultInjection, FsyncsFileBeforeRenameAndDirectoryAfter) {
+TEST(CheckpointFaultInjection, FsyncsFileAndDirectoryAroundRename) {
   const TempDir temp_dir;
   Faults faults;
   CheckpointManager checkpoints(temp_dir.path());
@@ -436,7 +436,7 @@ bool inject_fault(const std::string& name, int number, int error, bool is_short)
   return occurred;
 }
 
-TEST(CheckpointFaultInjection, AnySyscallFailureLeavesIntactCheckpoint) {
+TEST(CheckpointFaultInjection, AnySyscallFailurePreservesCheckpoint) {
   for (const std::string name : {"open", "create", "write", "fsync", "close", "rename"}) {
     int number = 1;
     while (inject_fault(name, number, name == "write" ? ENOSPC : EIO, false) && number < 20)
@@ -530,7 +530,7 @@ TEST(CheckpointFaultInjection, NextWriterRemovesStaleTemporaries) {
   ::close(writer);
 }
 
-TEST(CheckpointFaultInjection, ConcurrentThreadsLeaveOneIntactFile) {
+TEST(CheckpointFaultInjection, ConcurrentSavesYieldIntactFile) {
   const TempDir temp_dir;
   const auto file = temp_dir.path() / "best.pt";
   std::vector<std::string> errors(4, kNoError);
@@ -617,7 +617,7 @@ int64_t load_intact_latest(const std::filesystem::path& directory, int64_t at_le
   return run.position;
 }
 
-TEST(CheckpointKills, KillInAnySyscallLeavesIntactCheckpoint) {
+TEST(CheckpointKills, KillInAnySyscallPreservesCheckpoint) {
   for (const std::string name : {"open", "create", "write", "fsync", "close", "rename", "unlink"}) {
     const TempDir temp_dir;
     Training run(kLarge);
@@ -640,7 +640,7 @@ TEST(CheckpointKills, KillInAnySyscallLeavesIntactCheckpoint) {
 }
 
 /// 10 rounds (1 s), or MEZZO_KILL_ROUNDS.
-TEST(CheckpointKills, RandomKillsLeaveMonotonicIntactCheckpoints) {
+TEST(CheckpointKills, RandomKillsPreserveLatestCheckpoint) {
   const char* const kill_rounds = std::getenv("MEZZO_KILL_ROUNDS");
   const int rounds = kill_rounds == nullptr ? 10 : std::atoi(kill_rounds);
   const TempDir temp_dir;

@@ -183,7 +183,7 @@ TEST(CheckpointMaliciousFile, ThrowsForOptimizerWithoutGroups) {
 }
 
 // Operations on such tensors would read out of bounds.
-TEST(CheckpointMaliciousFile, ThrowsForSparseIndicesOutOfBounds) {
+TEST(CheckpointMaliciousFile, ThrowsForInvalidSparseIndices) {
   using namespace bytes;
   const std::string index = tensor(storage("LongStorage", "1", 1), 0, {1}, {1});
   const std::string value = tensor(storage("FloatStorage", "2", 1), 0, {1}, {1});

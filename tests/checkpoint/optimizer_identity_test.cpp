@@ -214,7 +214,7 @@ TEST(CheckpointOptimizerIdentity, ComparesShapesWithoutNames) {
   EXPECT_EQ(error(saved), "no error");
 }
 
-TEST(CheckpointOptimizerIdentity, SharedParameterIsIndependentOfModuleOrder) {
+TEST(CheckpointOptimizerIdentity, TiedParameterIgnoresModuleOrder) {
   const TempDir temp_dir;
   torch::nn::Sequential model = make_model(torch::kFloat);
   torch::nn::Module& layer = *model->ptr(0);

@@ -165,7 +165,7 @@ struct MasterWeightsTraining {
   TrainingState state;
 };
 
-TEST(CheckpointResume, BitwiseIdenticalWithMasterWeightsAndEma) {
+TEST(CheckpointResume, BitwiseIdenticalWithMastersAndEma) {
   const TempDir temp_dir;
   torch::manual_seed(3);
   MasterWeightsTraining whole, resumed;

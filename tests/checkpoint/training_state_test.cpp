@@ -225,7 +225,7 @@ torch::Tensor dense(torch::Tensor tensor) {
   return tensor.resolve_conj().resolve_neg();
 }
 
-TEST(TrainingState, RoundTripsTensorsIntoDefinedAndUndefined) {
+TEST(TrainingState, LoadsIntoDefinedAndUndefinedTensors) {
   const torch::Tensor complex = torch::randn({3}, torch::kComplexFloat);
   for (const torch::Tensor& saved :
        {torch::rand({3, 4}).t(), torch::ones({1}).expand({5}), torch::zeros({0, 3}),
@@ -306,7 +306,7 @@ TEST(TrainingState, ReportsMissingAndUnexpectedNames) {
   EXPECT_EQ(a, 2);
 }
 
-TEST(TrainingState, TypeOrShapeMismatchThrowsBeforeLoading) {
+TEST(TrainingState, MismatchThrowsBeforeLoading) {
   int64_t number = 1;
   double real = 2;
   EXPECT_THAT(
@@ -502,7 +502,7 @@ TEST(TrainingState, LoadDiscardsPendingIteration) {
   EXPECT_EQ(model->weight.grad()[0][0].item<float>(), 1) << "unscaled";
 }
 
-TEST(TrainingState, FailedSaveLeavesDirectoryUnchanged) {
+TEST(TrainingState, FailedSavePreservesDirectory) {
   const TempDir temp_dir;
   torch::Tensor undefined;
   CheckpointManager checkpoints(temp_dir.path());
@@ -597,7 +597,7 @@ TEST(TrainingState, ThrowsWhileEmaGuardIsAlive) {
   }
 }
 
-TEST(TrainingState, RoundTripsRandomEnginesAndIntegerVectors) {
+TEST(TrainingState, RoundTripsEnginesAndIntegerVectors) {
   const TempDir temp_dir;
   std::mt19937 engine(3);
   std::ranlux48 other(4);
@@ -726,7 +726,7 @@ class OwnFormatOptimizer : public MapOptimizer {
   }
 };
 
-TEST(TrainingState, CustomOptimizerUsesOwnSaveAndLoad) {
+TEST(TrainingState, CallsCustomOptimizersSaveAndLoad) {
   const TempDir temp_dir;
   const auto file = temp_dir.path() / "state.pt";
   const auto weight = torch::ones({2}).requires_grad_(), longer = torch::ones({3}).requires_grad_();

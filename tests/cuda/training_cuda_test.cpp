@@ -84,7 +84,7 @@ TEST_F(TrainingCuda, StepWaitsForSideStreamGradients) {
   EXPECT_TRUE(torch::equal(x.cpu(), torch::full({1000}, 0.5)));
 }
 
-TEST_F(TrainingCuda, ResultsInFlightReportTheirSteps) {
+TEST_F(TrainingCuda, PendingResultsReportCorrectSteps) {
   constexpr int kSteps = cuda_test::kIsEmulated ? 60 : 200;
   const Tensor x = filled(1);
   x.mutable_grad() = filled(0);
@@ -219,7 +219,7 @@ TEST_F(TrainingCuda, MasterWeightsStepTorchOptimizer) {
 }
 
 // Training steps with gradients in flat buffers.
-TEST_F(TrainingCuda, GradBucketsTrainWholeSteps) {
+TEST_F(TrainingCuda, GradBucketsTrainingMatchesCpu) {
   struct Bucketed {
     explicit Bucketed(torch::Device device)
         : model(module_on(device)), buckets(model->parameters()) {
@@ -340,7 +340,7 @@ TEST_F(TrainingCuda, CheckpointAfterCaptureResumes) {
 /// Beyond 2^31 elements; the emulated GPU takes a few blocks.
 constexpr int64_t kHuge = cuda_test::kIsEmulated ? 20005 : (int64_t{1} << 31) + 5;
 
-TEST_F(KernelsCuda, GradStatsAndUnscaleReadEveryElement) {
+TEST_F(KernelsCuda, GradientKernelsReadEveryElement) {
   if (!cuda_test::has_memory(12)) GTEST_SKIP() << "needs a GPU of 12 GB";
   const Tensor gradient = torch::ones({kHuge}, torch::dtype(torch::kBFloat16).device(kGpu));
   const auto grad_stats_of = [&] {

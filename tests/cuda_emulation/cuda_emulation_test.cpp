@@ -127,7 +127,7 @@ void poison_kernel(float* initial) {
   shared = 1.0F;
 }
 
-TEST_F(CudaEmulation, SharedMemoryIsNanAtBlockStart) {
+TEST_F(CudaEmulation, SharedMemoryStartsAsNan) {
   std::vector<float> initial(6);
   launch<poison_kernel>(6, 32, Stream{}, initial.data());
   for (const float value : initial) EXPECT_NE(value, value);

@@ -89,7 +89,7 @@ TEST_P(EmulatedGpuTraining, ReadsResultDuringAnotherThreadsCapture) {
 }
 
 // Replays of a captured scale() do not notify the host.
-TEST_P(EmulatedGpuTraining, EagerStepAfterReplayDoesNotWarn) {
+TEST_P(EmulatedGpuTraining, EagerStepAfterReplayIsSilent) {
   const at::Tensor ones = at::ones({3}, at::device(emulated_gpu::device()));
   const at::Tensor x = at::ones({3}, at::device(emulated_gpu::device())).requires_grad_();
   mezzo::optim::SGD optimizer({x}, 0.1);
@@ -227,7 +227,7 @@ void expect_cpu_results(const TrainingOptions& options) {
   }
 }
 
-TEST_P(EmulatedGpuTraining, MixedEagerStepsAndReplaysMatchCpu) {
+TEST_P(EmulatedGpuTraining, EagerStepsBetweenReplaysMatchCpu) {
   for (const TrainingOptions& options : all_options()) expect_cpu_results(options);
 }
 
@@ -351,7 +351,7 @@ TEST_P(EmulatedGpuTraining, StepLaunchesMatchDocsWithoutCopies) {
 }
 
 // Pinned memory is reused only after its kernel has run.
-TEST_P(EmulatedGpuTraining, ScalerMayEndBeforeResultIsReady) {
+TEST_P(EmulatedGpuTraining, ScalerMayEndDuringPendingStep) {
   auto gpu = std::make_unique<Training>(emulated_gpu::device());
   const c10::StreamGuard stream(emulated_gpu::new_stream());
   (void)gpu->iterate();  // creates the state
@@ -369,14 +369,14 @@ TEST_P(EmulatedGpuTraining, ResultWaitsForItsEventOnly) {
   EXPECT_FALSE(gpu.iterate().applied());
 }
 
-TEST_P(EmulatedGpuTraining, LooksUpDeviceAddressOnce) {
+TEST_P(EmulatedGpuTraining, LooksUpBufferAddressesOnce) {
   Training gpu(emulated_gpu::device());
   const int before = cuda_emulation::address_lookups;
   for (int i = 0; i < 20; ++i) EXPECT_TRUE(gpu.iterate().applied());
   EXPECT_LE(cuda_emulation::address_lookups - before, 3) << "one per pinned buffer";
 }
 
-TEST_P(EmulatedGpuTraining, StoredResultReportsItsStep) {
+TEST_P(EmulatedGpuTraining, StoredResultKeepsItsScale) {
   Training gpu(emulated_gpu::device());
   gpu.scaler().on_skip(nullptr);
   std::vector<std::pair<mezzo::StepResult, float>> results;

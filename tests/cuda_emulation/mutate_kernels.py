@@ -103,16 +103,16 @@ def changes(source):
             yield f"barrier {number} of {file.name} (line {line})", file, changed
         if BARRIER_OR in text:
             yield f"__syncthreads_or of {file.name}", file, text.replace(BARRIER_OR, "nonfinite != 0")
-    in_folders = [(KERNELS, change) for change in CHANGES] + [(HEADERS, change) for change in HOST_CHANGES]
-    for folder, (name, path, old, new) in in_folders:
-        file = source / folder / path
+    directory_mutations = [(KERNELS, change) for change in CHANGES] + [(HEADERS, change) for change in HOST_CHANGES]
+    for directory, (name, path, old, new) in directory_mutations:
+        file = source / directory / path
         text = file.read_text()
         if text.count(old) != 1:
             sys.exit(f"{path} must have exactly one `{old}`: update the list in {sys.argv[0]}")
         yield name, file, text.replace(old, new)
 
 
-def units_of(build):
+def read_compile_commands(build):
     """The compile commands of the program's translation units, with their objects and included headers."""
     # Without the GPU tests, which take as long as all others to compile: they link to functions of the other units.
     units = [unit for unit in json.loads((build / "compile_commands.json").read_text())
@@ -130,7 +130,7 @@ def units_of(build):
 def main():
     source, build = pathlib.Path(sys.argv[1]).resolve(), pathlib.Path(sys.argv[2]).resolve()
     wanted = sys.argv[3] if len(sys.argv) > 3 else ""
-    units = units_of(build)
+    units = read_compile_commands(build)
     link = subprocess.run(["ninja", "-C", build, "-t", "commands", "mezzo_cuda_emulation_tests"], check=True,
                           capture_output=True, text=True).stdout.strip().splitlines()[-1]
     program = re.search(r" -o (\S+)", link).group(1)
@@ -141,22 +141,22 @@ def main():
     for name, file, text in list(changes(source)):  # checks all patterns before hours of compiling
         if not re.search(wanted, name):
             continue
-        with tempfile.TemporaryDirectory() as folder:
-            copy = pathlib.Path(folder) / "include"
+        with tempfile.TemporaryDirectory() as directory:
+            copy = pathlib.Path(directory) / "include"
             shutil.copytree(source / "include", copy)
             (copy / file.relative_to(source / "include")).write_text(text)
-            linked = link.replace(f" -o {program}", f" -o {folder}/program")
+            linked = link.replace(f" -o {program}", f" -o {directory}/program")
             for number, unit in enumerate(units):
                 if file not in unit["headers"] and str(file) != unit["file"]:
                     continue
-                compiled = f"{folder}/{number}.o"
+                compiled = f"{directory}/{number}.o"
                 compile_changed = unit["command"].replace(str(source / "include"), str(copy)).replace(
                     f" -o {unit['object']}", f" -o {compiled}") + " -w"
                 subprocess.run(compile_changed, shell=True, cwd=unit["directory"], check=True, capture_output=True)
                 linked = linked.replace(unit["object"], compiled)
             subprocess.run(linked, shell=True, cwd=build, check=True, capture_output=True)
             try:
-                run = subprocess.run([f"{folder}/program", "--gtest_fail_fast"], timeout=600, capture_output=True,
+                run = subprocess.run([f"{directory}/program", "--gtest_fail_fast"], timeout=600, capture_output=True,
                                      text=True, errors="replace", env=environment)
                 # After a crash, the last test that began; tests that fail_fast skips begin, too.
                 last = (re.findall(r"\[  FAILED  \] (\S+)", run.stdout)[:1] or

@@ -351,7 +351,7 @@ void expect_one_call(const typename Functor::HyperParams& hyper_params) {
   }
 }
 
-TEST_F(CudaEmulationStep, EveryStorageInOneCallMatchesCpu) {
+TEST_F(CudaEmulationStep, MixedWeightStoragesMatchCpu) {
   expect_one_call<mezzo::detail::AdamFunctor<true>>(adam_hyper_params(true));
   expect_one_call<mezzo::detail::SgdFunctor<true>>(sgd_hyper_params());
 }

@@ -137,7 +137,7 @@ TEST_P(EmulatedStream, PinnedWriteVisibleAfterSync) {
   }
 }
 
-TEST_P(EmulatedStream, ThrowsForWriteToFreedPinnedMemory) {
+TEST_P(EmulatedStream, ThrowsForWriteToFreedMemory) {
   emulated_gpu::StreamBlocker held(current_stream());
   {
     at::Tensor memory = pinned(1);
@@ -147,7 +147,7 @@ TEST_P(EmulatedStream, ThrowsForWriteToFreedPinnedMemory) {
   EXPECT_THROW(emulated_gpu::run_all(), CudaUsageError);
 }
 
-TEST_P(EmulatedStream, PinnedValuesMayBeFreedEarly) {
+TEST_P(EmulatedStream, PinnedMemoryMayBeFreedEarly) {
   const at::Tensor scalar = on_gpu(1);
   {
     const at::Tensor values =
@@ -179,7 +179,7 @@ TEST_P(EmulatedStream, WaitsForEvent) {
   EXPECT_EQ(x.add(1).item<float>(), 11);
 }
 
-TEST_P(EmulatedStream, CaptureRecordsAndThrowsForForbiddenCalls) {
+TEST_P(EmulatedStream, CaptureRecordsAllowedCallsOnly) {
   const at::Tensor x = on_gpu(1);
   c10::Event outside(c10::kPrivateUse1);
   Graph graph;

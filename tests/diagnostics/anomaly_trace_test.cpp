@@ -39,7 +39,7 @@ torch::nn::Sequential make_model() {
   return torch::nn::Sequential(torch::nn::Linear(4, 8), torch::nn::ReLU(), torch::nn::Linear(8, 2));
 }
 
-TEST(AnomalyTrace, ReportsOpAndModuleOfForwardOverflow) {
+TEST(AnomalyTrace, ForwardOverflowReportsOpAndModule) {
   auto model = make_model();
   at::NoGradGuard no_grad;
   model->named_parameters()["2.weight"].fill_(3e4);
@@ -215,7 +215,7 @@ TEST(AnomalyTrace, ClearsTaintOfZeroedGrads) {
   }
 }
 
-TEST(AnomalyTrace, ReportsInfOfOppositeSignToMask) {
+TEST(AnomalyTrace, ReportsInfOppositeToMask) {
   auto model = make_model();
   AnomalyTrace trace(*model);
   torch::ones({2}).masked_fill(torch::ones({2}, torch::kBool), -kInfinity).neg();
@@ -223,7 +223,7 @@ TEST(AnomalyTrace, ReportsInfOfOppositeSignToMask) {
   EXPECT_EQ(trace.anomalies()[0].frame.op, "aten::neg");
 }
 
-TEST(AnomalyTrace, ReportsNonFiniteReductionOfMask) {
+TEST(AnomalyTrace, ReportsNonfiniteReductionOfMask) {
   auto model = make_model();
   const auto expect_op = [&](const std::string& op, const auto& total) {
     AnomalyTrace trace(*model);
@@ -276,7 +276,7 @@ TEST(AnomalyTrace, ReportsInPlaceOpWithOriginalInput) {
   EXPECT_THAT(trace.anomalies(), SizeIs(1)) << "propagated";
 }
 
-TEST(AnomalyTrace, ReportsNonFiniteGradArgument) {
+TEST(AnomalyTrace, ReportsNonfiniteGradArgument) {
   auto model = make_model();
   torch::Tensor bad = torch::ones({3, 2});
   bad[2][1] = std::numeric_limits<float>::quiet_NaN();
@@ -304,7 +304,7 @@ TEST(AnomalyTrace, TracesBackwardOnAnotherThread) {
   EXPECT_EQ(trace.anomalies()[0].frame.node, "SqrtBackward0");
 }
 
-TEST(AnomalyTrace, MayEndDuringBackwardOfAnotherThread) {
+TEST(AnomalyTrace, MayEndDuringOtherThreadsBackward) {
   auto model = make_model();
   auto trace = std::make_unique<AnomalyTrace>(*model);
   const torch::Tensor hidden = model->forward(torch::ones({3, 4}));

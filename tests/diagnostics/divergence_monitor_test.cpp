@@ -52,7 +52,7 @@ StepMetrics make_step_metrics(std::int64_t step, double loss, bool skipped = fal
   return {.step = step, .loss = loss, .scale = scale, .skipped = skipped};
 }
 
-TEST(DivergenceMonitor, ReportsConsecutiveSkipsOncePer1000Steps) {
+TEST(DivergenceMonitor, LimitsConsecutiveSkipReports) {
   const TwoLayers model;
   std::vector<Finding> findings;
   DivergenceMonitor monitor(model, collect_into(findings));
@@ -99,7 +99,7 @@ TEST(DivergenceMonitor, ThrowsFinding) {
                   "loss inf): the loss is inf or NaN, but all weights are finite")));
 }
 
-TEST(DivergenceMonitor, ReportsNonFiniteBuffer) {
+TEST(DivergenceMonitor, ReportsNonfiniteBuffer) {
   TwoLayers model;
   model.register_buffer("running_mean", torch::tensor({1.0F, NAN}));
   std::vector<Finding> findings;

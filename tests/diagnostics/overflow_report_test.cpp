@@ -173,7 +173,7 @@ TEST(OverflowReport, LimitsOutputOfConsecutiveSkips) {
 }
 
 // A forward pass that overflows updates the running statistics, although its step is skipped.
-TEST(OverflowReport, ReportsNonFiniteBuffer) {
+TEST(OverflowReport, ReportsNonfiniteBuffer) {
   torch::nn::Sequential model(torch::nn::BatchNorm1d(3));
   (void)model->forward(torch::full({2, 3}, kInf));
   for (auto& parameter : model->parameters()) parameter.mutable_grad() = torch::full({3}, kNan);

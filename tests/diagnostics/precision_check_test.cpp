@@ -239,7 +239,7 @@ TEST(PrecisionCheck, RestoresIntegerBuffers) {
   EXPECT_EQ(steps.item<std::int64_t>(), 3);
 }
 
-TEST(PrecisionCheck, IgnoresOwnOpsAndOutMemory) {
+TEST(PrecisionCheck, IgnoresInternalOpsAndOutBuffers) {
   struct Scalar : torch::nn::Module {
     torch::nn::Linear layer{8, 8};
     torch::Tensor memory = torch::zeros({}), large = torch::full({}, 1e7F);
@@ -387,7 +387,7 @@ TEST(PrecisionCheck, IgnoresTorchScriptIntegerConstants) {
   EXPECT_THAT(all, Not(Contains(named("1e+06")))) << "a product of two Python floats";
 }
 
-TEST(PrecisionCheck, PrintsMostSevereFirstWithin100Columns) {
+TEST(PrecisionCheck, PrintsMostSevereFirst) {
   Attention model;
   std::ostringstream out;
   out << check_precision(model, rows(), torch::kCPU, kFloat16Options);

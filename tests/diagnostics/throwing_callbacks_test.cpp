@@ -175,7 +175,7 @@ TEST(ThrowingCallbacks, PreserveAccumulatedGradsOfMicroBatches) {
 }
 
 // Ema calls `masters` in every update.
-TEST(ThrowingCallbacks, PreserveEmaWhenMastersThrow) {
+TEST(ThrowingCallbacks, ThrowingMastersPreserveEma) {
   bool throws = false;
   const Tensor weight = torch::ones({3});
   mezzo::Ema ema({weight}, {.decay = 0.5, .masters = [&]() -> std::vector<Tensor> {

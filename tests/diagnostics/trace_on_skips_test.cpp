@@ -22,7 +22,7 @@ torch::nn::Sequential make_two_layers() {
   return torch::nn::Sequential(torch::nn::Linear(4, 8), torch::nn::ReLU(), torch::nn::Linear(8, 2));
 }
 
-TEST(TraceOnSkips, TwoTraceTheSameStep) {
+TEST(TraceOnSkips, TwoInstancesTraceSameStep) {
   auto model = make_two_layers();
   mezzo::MetricsLogger logger;
   int calls = 0;

@@ -84,7 +84,7 @@ TEST(DistributedDataParallel, SharesModelAndStateDictKeys) {
 
 // PyTorch's DistributedDataParallel loses the autocast state in new threads.
 TEST(DistributedDataParallel, AutocastModuleWorksInNewThread) {
-  const auto dtype_in_a_thread = [](auto& ddp) {
+  const auto dtype_in_new_thread = [](auto& ddp) {
     at::ScalarType dtype = at::kFloat;
     std::thread([&] { dtype = ddp(torch::ones({3, 2})).scalar_type(); }).join();
     return dtype;
@@ -93,10 +93,10 @@ TEST(DistributedDataParallel, AutocastModuleWorksInNewThread) {
   DistributedDataParallel ddp(
       mezzo::AutocastModule(model, {.device_type = torch::kCPU, .dtype = at::kBFloat16}),
       make_fake_backend(2));
-  EXPECT_EQ(dtype_in_a_thread(ddp), at::kBFloat16);
+  EXPECT_EQ(dtype_in_new_thread(ddp), at::kBFloat16);
   DistributedDataParallel without(model, make_fake_backend(2));
   const mezzo::AutocastGuard<torch::kCPU> autocast;
-  EXPECT_EQ(dtype_in_a_thread(without), at::kFloat) << "AutocastGuard is thread-local";
+  EXPECT_EQ(dtype_in_new_thread(without), at::kFloat) << "AutocastGuard is thread-local";
 }
 
 TEST(DistributedDataParallel, BackwardRunsInOtherThread) {

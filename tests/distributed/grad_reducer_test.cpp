@@ -134,7 +134,7 @@ TEST_F(GradReducerBackward, CallsExistingHookFirst) {
   EXPECT_TRUE(log.empty());
 }
 
-TEST_F(GradReducerBackward, DestroyedReducerIsSkippedUnderOuterHook) {
+TEST_F(GradReducerBackward, DestroyedReducerSkippedInsideOuterHook) {
   int calls = 0;
   struct Wrapping : torch::autograd::PostAccumulateGradHook {
     std::unique_ptr<PostAccumulateGradHook> inner;

@@ -92,14 +92,14 @@ void expect_same(const at::Tensor& actual, const at::Tensor& wanted) {
   }
 }
 
-class MpiBackendTest : public testing::Test {
+class MpiCollectives : public testing::Test {
  protected:
   const MpiBackendPtr world = make_mpi_backend();
   const int rank = world->getRank();
   const int size = world->getSize();
 };
 
-TEST_F(MpiBackendTest, ReducesEveryDtype) {
+TEST_F(MpiCollectives, ReducesEveryDtype) {
   for (const auto dtype : kReducible) {
     for (const auto length : kLengths) {
       for (const auto reduction :
@@ -119,7 +119,7 @@ TEST_F(MpiBackendTest, ReducesEveryDtype) {
 }
 
 /// A multiplication by 1 / 3 would round about a third of the elements differently.
-TEST_F(MpiBackendTest, AverageIsSumDividedAndRoundedOnce) {
+TEST_F(MpiCollectives, AverageRoundsOnce) {
   for (const at::ScalarType dtype : {at::kFloat, at::kDouble}) {
     const at::Tensor sum = torch::arange(1, 1001).to(dtype);  // whose sums are exact
     const at::Tensor wanted = sum / size;
@@ -129,13 +129,13 @@ TEST_F(MpiBackendTest, AverageIsSumDividedAndRoundedOnce) {
   }
 }
 
-TEST_F(MpiBackendTest, ReducesBoolsLogically) {
+TEST_F(MpiCollectives, ReducesBoolsLogically) {
   const at::Tensor flags = torch::arange(9) % (size + 1) == rank;
   all_reduce(world, flags, c10d::ReduceOp::MAX)->wait();
   EXPECT_TRUE(at::equal(flags, torch::arange(9) % (size + 1) < size));
 }
 
-TEST_F(MpiBackendTest, AccumulatesLowPrecisionInFloat32) {
+TEST_F(MpiCollectives, AccumulatesLowPrecisionInFloat32) {
   // 256 + 1 is 256 in bfloat16.
   for (const auto dtype : {at::kBFloat16, at::kHalf}) {
     const double large = dtype == at::kBFloat16 ? 256. : 2048.;
@@ -145,7 +145,7 @@ TEST_F(MpiBackendTest, AccumulatesLowPrecisionInFloat32) {
   }
 }
 
-TEST_F(MpiBackendTest, ResultsAreBitwiseEqualAcrossRanks) {
+TEST_F(MpiCollectives, ResultsAreBitwiseEqualAcrossRanks) {
   torch::manual_seed(17 + rank);
   for (const auto dtype : {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16}) {
     for (const auto reduction : {c10d::ReduceOp::SUM, c10d::ReduceOp::MAX, c10d::ReduceOp::MIN}) {
@@ -165,7 +165,7 @@ TEST_F(MpiBackendTest, ResultsAreBitwiseEqualAcrossRanks) {
   }
 }
 
-TEST_F(MpiBackendTest, BroadcastsEveryDtypeFromEveryRoot) {
+TEST_F(MpiCollectives, BroadcastsEveryDtypeFromEveryRoot) {
   for (const auto dtype : {at::kFloat, at::kHalf, at::kLong, at::kBool, at::kComplexDouble}) {
     for (int root = 0; root < size; ++root) {
       const at::Tensor tensor = contribution(rank, {5, 7}, at::kLong).to(dtype);
@@ -175,7 +175,7 @@ TEST_F(MpiBackendTest, BroadcastsEveryDtypeFromEveryRoot) {
   }
 }
 
-TEST_F(MpiBackendTest, AllGatherOrdersInputsByRank) {
+TEST_F(MpiCollectives, AllGatherOrdersInputsByRank) {
   for (const auto dtype : {at::kFloat, at::kBFloat16, at::kBool, at::kComplexFloat, at::kLong}) {
     for (const auto length : kLengths) {
       const auto of = [&](int other) { return contribution(other, {length}, at::kLong).to(dtype); };
@@ -186,7 +186,7 @@ TEST_F(MpiBackendTest, AllGatherOrdersInputsByRank) {
   }
 }
 
-TEST_F(MpiBackendTest, AllGatherAcceptsInputAliasingOutput) {
+TEST_F(MpiCollectives, AllGatherAcceptsInputAliasingOutput) {
   const at::Tensor output = at::zeros({size, 31});
   output[rank].copy_(contribution(rank, {31}, at::kFloat));
   all_gather(world, output, output[rank])->wait();
@@ -201,7 +201,7 @@ TEST_F(MpiBackendTest, AllGatherAcceptsInputAliasingOutput) {
   }
 }
 
-TEST_F(MpiBackendTest, WorksBehindProcessGroup) {
+TEST_F(MpiCollectives, WorksBehindProcessGroup) {
   const auto process_group = c10::make_intrusive<c10d::ProcessGroup>(rank, size);
   process_group->setBackend(at::kCPU, c10d::ProcessGroup::BackendType::MPI,
                             c10::intrusive_ptr<c10d::Backend>(world));
@@ -214,7 +214,7 @@ TEST_F(MpiBackendTest, WorksBehindProcessGroup) {
   EXPECT_TRUE(work->wait());
 }
 
-TEST_F(MpiBackendTest, ManyInFlightWaitedInAnyOrder) {
+TEST_F(MpiCollectives, CompletesInAnyWaitOrder) {
   // Ranks wait in different orders.
   const auto of = [&](int other, int64_t number) {
     return contribution(other, {200 + number}, number % 3 == 0 ? at::kFloat : at::kBFloat16);
@@ -236,7 +236,7 @@ TEST_F(MpiBackendTest, ManyInFlightWaitedInAnyOrder) {
   }
 }
 
-TEST_F(MpiBackendTest, IsCompletedWithoutWait) {
+TEST_F(MpiCollectives, IsCompletedWithoutWait) {
   const at::Tensor tensor = contribution(rank, {1000}, at::kBFloat16);
   WorkPtr request = all_reduce(world, tensor, c10d::ReduceOp::SUM);
   while (!request->isCompleted()) std::this_thread::yield();
@@ -247,7 +247,7 @@ TEST_F(MpiBackendTest, IsCompletedWithoutWait) {
   request->wait();
 }
 
-TEST_F(MpiBackendTest, KeepsTensorsAliveUntilCompletion) {
+TEST_F(MpiCollectives, KeepsTensorsAliveUntilCompletion) {
   at::Tensor kept = contribution(rank, {4000}, at::kDouble);
   std::vector<WorkPtr> requests;
   for (int i = 0; i < 8; ++i) {
@@ -261,7 +261,7 @@ TEST_F(MpiBackendTest, KeepsTensorsAliveUntilCompletion) {
                              [](int other) { return contribution(other, {4000}, at::kDouble); }));
 }
 
-TEST_F(MpiBackendTest, BarrierBlocksUntilAllRanksEnter) {
+TEST_F(MpiCollectives, BarrierBlocksUntilAllRanksEnter) {
   WorkPtr request;
   if (rank != size - 1 || size == 1) request = world->barrier();
   int arrived = 0;
@@ -279,7 +279,7 @@ TEST_F(MpiBackendTest, BarrierBlocksUntilAllRanksEnter) {
   EXPECT_EQ(flag.item<int>(), size > 1 ? 1 : 0);
 }
 
-TEST_F(MpiBackendTest, BumpsVersionOfWrittenTensors) {
+TEST_F(MpiCollectives, BumpsVersionOfWrittenTensors) {
   const at::Tensor weight = torch::ones({3}).requires_grad_();
   const at::Tensor factor = torch::ones({3});
   const at::Tensor product = weight * factor;  // keeps `factor` for backward
@@ -293,7 +293,7 @@ TEST_F(MpiBackendTest, BumpsVersionOfWrittenTensors) {
   EXPECT_TRUE(weight.is_leaf());
 }
 
-TEST_F(MpiBackendTest, ReportsInvalidArgumentsAtTheCall) {
+TEST_F(MpiCollectives, ThrowsForInvalidArguments) {
   const at::Tensor three = torch::zeros({3});
   const auto sum_error = [&](const at::Tensor& tensor) {
     return message_of([&] { all_reduce(world, tensor, c10d::ReduceOp::SUM)->wait(); });

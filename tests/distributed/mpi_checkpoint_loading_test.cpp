@@ -43,7 +43,7 @@ TEST(DistributedCheckpointManager, FailedLoadThrowsOnAllRanks) {
   }
 }
 
-TEST(DistributedCheckpointManager, AllRanksFallBackToSameCheckpoint) {
+TEST(DistributedCheckpointManager, RanksFallBackToSameCheckpoint) {
   const SharedDirectory directory;
   const BackendPtr world = make_world_backend();
   MixedState mixed(world);
@@ -68,7 +68,7 @@ TEST(DistributedCheckpointManager, AllRanksFallBackToSameCheckpoint) {
   EXPECT_THAT(checkpoints.checkpoints(), SizeIs(3));
 }
 
-TEST(DistributedCheckpointManager, ThrowingWarningHandlerThrowsOnAllRanks) {
+TEST(DistributedCheckpointManager, WarningHandlerThrowsOnAllRanks) {
   const SharedDirectory directory;
   const BackendPtr world = make_world_backend();
   MixedState mixed(world);
@@ -97,7 +97,7 @@ TEST(DistributedCheckpointManager, LoadLatestThrowsIfAllCorrupt) {
               HasSubstr("has no intact checkpoint"));
 }
 
-TEST(DistributedCheckpointManager, LoadLatestReturnsNoneForEmptyDirectory) {
+TEST(DistributedCheckpointManager, LoadLatestReturnsNulloptIfEmpty) {
   const SharedDirectory directory;
   PerRankState own(make_world_backend());
   EXPECT_FALSE(

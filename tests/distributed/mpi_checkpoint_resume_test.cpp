@@ -208,7 +208,7 @@ TEST(DistributedCheckpointManager, ResumesAcrossWorldSizes) {
   }
 }
 
-TEST(DistributedCheckpointManager, OtherWorldSizeKeepsPerRankObjects) {
+TEST(DistributedCheckpointManager, OtherWorldSizePreservesRankObjects) {
   if (world_size() < 2) return;
   const SharedDirectory directory;
   PerRankState saved(make_world_backend());

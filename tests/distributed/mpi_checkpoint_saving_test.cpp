@@ -98,7 +98,7 @@ test_support::Syscalls failing_on_rank_0(const std::string& name) {
   return calls;
 }
 
-TEST(DistributedCheckpointManager, Rank0DiskErrorThrowsOnAllRanks) {
+TEST(DistributedCheckpointManager, DiskErrorThrowsOnAllRanks) {
   const SharedDirectory directory;
   const BackendPtr world = make_world_backend();
   MixedState mixed(world);
@@ -155,7 +155,7 @@ TEST(DistributedCheckpointManager, FailedSaveThrowsOnAllRanks) {
 }
 
 // Detected before a ShardedOptimizer waits for this rank.
-TEST(DistributedCheckpointManager, EmaGuardOnOneRankThrowsOnAll) {
+TEST(DistributedCheckpointManager, EmaGuardThrowsOnAllRanks) {
   const SharedDirectory directory;
   const BackendPtr world = make_world_backend();
   MixedState mixed(world);

@@ -71,7 +71,7 @@ TEST(MpiFoundInfConsensus, OneRankInfSkipsAllRanks) {
 }
 
 // 200 iterations with more ranks than cores, where every collective waits for the scheduler.
-TEST(MpiFoundInfConsensus, HoldsForAThousandIterations) {
+TEST(MpiFoundInfConsensus, HoldsFor1000Iterations) {
   expect_found_inf_consensus({.optimizer = optimizers()[0],
                               .steps = make_world_backend()->getSize() > 2 ? 200 : 1000,
                               .all_ranks_identical = true});

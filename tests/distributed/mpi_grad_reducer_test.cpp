@@ -101,7 +101,7 @@ TEST(GradReducer, ReduceDtypeErrorIsWithinRounding) {
   }
 }
 
-TEST(GradReducer, LowPrecisionGradsAreBitwiseEqualAcrossRanks) {
+TEST(GradReducer, LowPrecisionGradsEqualAcrossRanks) {
   const BackendPtr world = make_world_backend();
   for (const auto dtype : {at::kBFloat16, at::kHalf}) {
     Model model(dtype);

@@ -40,7 +40,7 @@ std::vector<torch::Tensor> trained(const MakeOptimizer& make) {
   return model->parameters();
 }
 
-TEST(MpiMuon, MatchesSingleProcessUnderDdpAndZero1) {
+TEST(MpiMuon, MatchesSingleProcess) {
   const auto world = make_world_backend();
   if (world->getSize() == 3) GTEST_SKIP() << "thirds are not exact";
   const MuonOptions options(2e-2);

@@ -240,17 +240,17 @@ TEST(ShardedOptimizer, KeepsOnlyOwnedState) {
                                                   mezzo::optim::AdamWOptions(0.01));
   model->forward(torch::ones({2, 16})).sum().backward();
   optimizer.step();
-  const auto expect_a_share = [&] {
+  const auto expect_owned_state = [&] {
     int64_t elements = 0;
     for (const auto& [parameter, state] : optimizer.state()) {
       elements += static_cast<mezzo::optim::AdamWParamState&>(*state).exp_avg().numel();
     }
     EXPECT_EQ(elements, 8 * 17 * 16 / backend->getSize()) << "divisible by 1, 2 and 4 ranks";
   };
-  expect_a_share();
+  expect_owned_state();
   const std::string file = test_support::save_to_string(optimizer);
   test_support::load_from_string(optimizer, mezzo::detail::broadcast_string(backend, file, 0));
-  expect_a_share();  // after a load too
+  expect_owned_state();  // after a load too
 }
 
 TEST(ShardedOptimizer, AcceptsRankWithoutParameters) {

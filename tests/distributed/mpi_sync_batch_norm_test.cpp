@@ -56,7 +56,7 @@ std::vector<int64_t> uneven(int ranks) {
   return rows;
 }
 
-struct SyncBatchNormTest : testing::Test {
+struct MpiSyncBatchNorm : testing::Test {
   const BackendPtr world = make_world_backend();
 
   at::Tensor summed(const at::Tensor& tensor) {
@@ -105,13 +105,13 @@ struct SyncBatchNormTest : testing::Test {
   }
 };
 
-TEST_F(SyncBatchNormTest, MatchesBatchNormWithUnevenBatches) {
+TEST_F(MpiSyncBatchNorm, MatchesBatchNormWithUnevenBatches) {
   for (const auto& rows : {even(world->getSize()), uneven(world->getSize())}) {
     expect_matches_batch_norm(SplitBatch(rows), BatchNormOptions(kChannels), 1e-10);
   }
 }
 
-TEST_F(SyncBatchNormTest, SupportsBatchNormOptions) {
+TEST_F(MpiSyncBatchNorm, SupportsBatchNormOptions) {
   for (const auto& options : {BatchNormOptions(kChannels).affine(false).eps(0.5),
                               BatchNormOptions(kChannels).momentum(std::nullopt),
                               BatchNormOptions(kChannels).track_running_stats(false)}) {
@@ -120,7 +120,7 @@ TEST_F(SyncBatchNormTest, SupportsBatchNormOptions) {
 }
 
 // The sum of squares of this input overflows float16, and exceeds the precision of bfloat16.
-TEST_F(SyncBatchNormTest, LowPrecisionInputsUseFloat32Statistics) {
+TEST_F(MpiSyncBatchNorm, LowPrecisionInputsUseFloat32Statistics) {
   expect_matches_batch_norm(SplitBatch(even(world->getSize()), at::kHalf),
                             BatchNormOptions(kChannels), 4e-3);
   expect_matches_batch_norm(SplitBatch(even(world->getSize()), at::kBFloat16),
@@ -132,7 +132,7 @@ TEST_F(SyncBatchNormTest, LowPrecisionInputsUseFloat32Statistics) {
                            batch.x.to(at::kDouble).mean({0, 2, 3}), 1e-6));
 }
 
-TEST_F(SyncBatchNormTest, ResultIsUnchangedUnderAutocast) {
+TEST_F(MpiSyncBatchNorm, ResultIsUnchangedUnderAutocast) {
   const SplitBatch batch(even(world->getSize()), at::kFloat);
   SyncBatchNorm norm(BatchNormOptions(kChannels), world);
   const at::Tensor x = batch.part(batch.x, world->getRank());
@@ -143,7 +143,7 @@ TEST_F(SyncBatchNormTest, ResultIsUnchangedUnderAutocast) {
   EXPECT_TRUE(at::equal(norm->forward(x), expected));
 }
 
-TEST_F(SyncBatchNormTest, AcceptsTwoDimensionalInput) {
+TEST_F(MpiSyncBatchNorm, AcceptsTwoDimensionalInput) {
   torch::manual_seed(world->getRank());
   const at::Tensor x = torch::randn({5, kChannels});
   SyncBatchNorm a(BatchNormOptions(kChannels), world), b(BatchNormOptions(kChannels), world);
@@ -151,7 +151,7 @@ TEST_F(SyncBatchNormTest, AcceptsTwoDimensionalInput) {
   EXPECT_TRUE(at::equal(y, b->forward(x.view({5, kChannels, 1})).squeeze(2)));
 }
 
-TEST_F(SyncBatchNormTest, EvalMatchesBatchNormStateDict) {
+TEST_F(MpiSyncBatchNorm, EvalMatchesBatchNormStateDict) {
   BatchNorm2d plain{BatchNormOptions(kChannels)};
   (void)plain->forward(SplitBatch({4}).x.to(at::kFloat));
   std::stringstream file;
@@ -165,7 +165,7 @@ TEST_F(SyncBatchNormTest, EvalMatchesBatchNormStateDict) {
   EXPECT_TRUE(at::equal(norm->forward(x), plain->forward(x)));
 }
 
-TEST_F(SyncBatchNormTest, CloneUsesSameBackend) {
+TEST_F(MpiSyncBatchNorm, CloneUsesSameBackend) {
   const SplitBatch batch(even(world->getSize()), at::kFloat);
   SyncBatchNorm norm(BatchNormOptions(kChannels), world);
   const auto copy = std::dynamic_pointer_cast<mezzo::SyncBatchNormImpl>(norm->clone());
@@ -174,7 +174,7 @@ TEST_F(SyncBatchNormTest, CloneUsesSameBackend) {
   EXPECT_FALSE(copy->running_mean.is_alias_of(norm->running_mean));
 }
 
-TEST_F(SyncBatchNormTest, ConstructorThrowsForDifferentOptions) {
+TEST_F(MpiSyncBatchNorm, ConstructorThrowsForDifferentOptions) {
   if (world->getSize() == 1) return;
   const bool is_last = world->getRank() == world->getSize() - 1;
   const std::string who = "rank " + std::to_string(world->getSize() - 1) + " has ";
@@ -190,7 +190,7 @@ TEST_F(SyncBatchNormTest, ConstructorThrowsForDifferentOptions) {
   EXPECT_THAT(error_with(BatchNormOptions(4)), HasSubstr("SyncBatchNorm(4, "));
 }
 
-TEST_F(SyncBatchNormTest, ThrowsForUnsupportedInput) {
+TEST_F(MpiSyncBatchNorm, ThrowsForUnsupportedInput) {
   SyncBatchNorm norm(BatchNormOptions(kChannels), world);
   EXPECT_THAT(message_of([&] { norm->forward(torch::randn({3})); }), HasSubstr("1 dimensions"));
   EXPECT_THAT(message_of([&] { norm->forward(torch::randn({3, 4})); }), HasSubstr("4 channels"));
@@ -200,7 +200,7 @@ TEST_F(SyncBatchNormTest, ThrowsForUnsupportedInput) {
               HasSubstr("floating-point dtype"));
 }
 
-TEST_F(SyncBatchNormTest, AllRanksThrowForSingleValue) {
+TEST_F(MpiSyncBatchNorm, AllRanksThrowForSingleValue) {
   SyncBatchNorm norm(BatchNormOptions(kChannels), world);
   const int64_t on_first = world->getRank() == 0 ? 1 : 0;
   for (const int64_t samples : {int64_t{0}, on_first}) {
@@ -212,7 +212,7 @@ TEST_F(SyncBatchNormTest, AllRanksThrowForSingleValue) {
   EXPECT_TRUE(norm->running_mean.equal(torch::zeros({kChannels})));
 }
 
-TEST_F(SyncBatchNormTest, ThrowsForDoubleBackward) {
+TEST_F(MpiSyncBatchNorm, ThrowsForDoubleBackward) {
   SyncBatchNorm norm(BatchNormOptions(kChannels), world);
   const at::Tensor x = torch::randn({4, kChannels}).requires_grad_();
   const at::Tensor y = norm->forward(x).square().sum();
@@ -222,7 +222,7 @@ TEST_F(SyncBatchNormTest, ThrowsForDoubleBackward) {
               HasSubstr("without create_graph"));
 }
 
-TEST_F(SyncBatchNormTest, PrettyPrintsOptions) {
+TEST_F(MpiSyncBatchNorm, PrettyPrintsOptions) {
   std::ostringstream text;
   text << SyncBatchNorm(BatchNormOptions(kChannels), world);
   EXPECT_EQ(text.str(),

@@ -92,7 +92,7 @@ void expect_equal_for_all_world_sizes(const TrainFn& train) {
 
 const mezzo::optim::SGDOptions kSgd = mezzo::optim::SGDOptions(1e-2).momentum(0.9);
 
-TEST(ReducerReplacement, NewDdpUnderSameOptimizer) {
+TEST(ReducerReplacement, NewDdpAcceptsSameOptimizer) {
   expect_equal_for_all_world_sizes([](SmallNet& net, std::unique_ptr<SmallDdp>& ddp, int ranks) {
     mezzo::optim::SGD optimizer(net->parameters(), kSgd);
     for (int64_t i = 0; i < 4; ++i) {
@@ -108,7 +108,7 @@ TEST(ReducerReplacement, NewDdpUnderSameOptimizer) {
   });
 }
 
-TEST(ReducerReplacement, OptimizerAndDdpDestroyedInAnyOrder) {
+TEST(ReducerReplacement, AcceptsAnyDestructionOrder) {
   expect_equal_for_all_world_sizes([](SmallNet& net, std::unique_ptr<SmallDdp>& ddp, int) {
     auto optimizer = std::make_unique<mezzo::optim::SGD>(net->parameters(), kSgd);
     net->loss(0).backward();
@@ -122,7 +122,7 @@ TEST(ReducerReplacement, OptimizerAndDdpDestroyedInAnyOrder) {
   });
 }
 
-TEST(ReducerReplacement, EveryWayToZeroGrads) {
+TEST(ReducerReplacement, AcceptsAnyZeroGradMethod) {
   expect_equal_for_all_world_sizes([](SmallNet& net, std::unique_ptr<SmallDdp>& ddp, int) {
     mezzo::optim::SGD optimizer(net->parameters(), kSgd);
     for (int64_t i = 0; i < 14; ++i) {

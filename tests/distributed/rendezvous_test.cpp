@@ -98,7 +98,7 @@ TEST(DistributedEnvironment, ReadsEveryLauncher) {
   }
 }
 
-TEST(DistributedEnvironment, ReadsAgentStoreAndDefaultsLocalRank) {
+TEST(DistributedEnvironment, ReadsAgentStoreAndLocalRank) {
   const Variables set(with_master({{"RANK", "1"},
                                    {"WORLD_SIZE", "2"},
                                    {"TORCHELASTIC_USE_AGENT_STORE", "True"},
@@ -176,13 +176,13 @@ TEST(RendezvousStore, TorchrunRestartUsesFreshKeys) {
   options.port = 0;
   options.waitWorkers = false;
   const auto agent = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
-  const auto at_the_agent = [&](int rank, int restarts) {
+  const auto connect_to_agent = [&](int rank, int restarts) {
     auto environment = make_environment(rank, 2, agent->getPort(), restarts);
     environment.has_agent_store = true;
     return mezzo::rendezvous_store(environment, 20s);
   };
-  at_the_agent(0, 0)->set("key", std::string("stale"));
-  const StorePtr first = at_the_agent(0, 1), second = at_the_agent(1, 1);
+  connect_to_agent(0, 0)->set("key", std::string("stale"));
+  const StorePtr first = connect_to_agent(0, 1), second = connect_to_agent(1, 1);
   EXPECT_FALSE(first->check({"key"}));
   first->set("key", std::string("new"));
   EXPECT_EQ(second->get_to_str("key"), "new");

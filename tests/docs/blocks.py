@@ -20,7 +20,7 @@ AT_NAMESPACE_SCOPE = re.compile(
     r"^(struct|class|enum|template|namespace|TORCH_LIBRARY|static|inline|int main\(|[\w:<>]+[ &*]+\w+\([^;]*\) \{$)")
 
 
-def blocks_of(page):
+def read_blocks(page):
     """(first line number, lines) of each C++ block; removed lines of a diff are empty."""
     found, language, first, lines = [], None, 0, []
     for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
@@ -61,7 +61,7 @@ def main():
     output, has_mpi, *pages = sys.argv[1:]
     all_includes, texts = [], []
     for page in map(pathlib.Path, sorted(pages)):
-        for first, lines in blocks_of(page):
+        for first, lines in read_blocks(page):
             includes, text = unit_text(page, first, lines)
             needs_mpi = any("/mpi_" in line for line in includes) or re.search(r"\bMPI_COMM_WORLD\b", text)
             if needs_mpi and has_mpi != "1":

@@ -21,12 +21,12 @@ LINK = re.compile(r"!?\[(?:[^\]\[]|\[[^\]]*\])*\]\(([^)\s]+)\)")
 FENCED = re.compile(r"^```.*?^```", re.M | re.S)
 
 
-def pages_of(root):
+def list_pages(root):
     return sorted(page for pattern in ("*.md", "docs/**/*.md", "examples/**/*.md", "tests/**/*.md", "benchmarks/**/*.md")
                   for page in root.glob(pattern) if ".deps" not in page.parts and "build" not in page.parts)
 
 
-def anchors_of(page):
+def get_anchors(page):
     """The anchors of a page's headings on GitHub and in MkDocs."""
     anchors = set()
     for heading in re.findall(r"^#+ (.+?)\s*$", FENCED.sub("", page.read_text(encoding="utf-8")), re.M):
@@ -37,7 +37,7 @@ def anchors_of(page):
 
 def check_links(root):
     faults, count = [], 0
-    for page in pages_of(root):
+    for page in list_pages(root):
         text = FENCED.sub(lambda fence: "\n" * fence[0].count("\n"), page.read_text(encoding="utf-8"))
         for number, line in enumerate(text.splitlines(), 1):
             for target in LINK.findall(re.sub(r"`[^`]*`", "", line)):
@@ -48,7 +48,7 @@ def check_links(root):
                 path = (page.parent / file).resolve() if file else page
                 if not path.exists():
                     faults.append(f"{page}:{number}: {target} does not exist")
-                elif anchor and path.suffix == ".md" and anchor not in anchors_of(path):
+                elif anchor and path.suffix == ".md" and anchor not in get_anchors(path):
                     faults.append(f"{page}:{number}: {file or page.name} has no heading #{anchor}")
     return faults if count else [f"{root}: no page has a link"]
 
@@ -107,7 +107,7 @@ def message_headings(page):
     return [(number, heading) for (number, level, heading), next_level in zip(headings, levels) if next_level <= level]
 
 
-def literals_of(root):
+def read_string_literals(root):
     """The text of all string literals in mezzo's headers; adjacent literals are joined."""
     texts = []
     for source in sorted((root / "include/mezzo").rglob("*")):
@@ -132,7 +132,7 @@ def coverage(heading, has):
 
 def check_errors(root, torch):
     """Each heading of docs/errors.md without subheadings is a message of mezzo's headers or of libtorch's libraries."""
-    mezzo = literals_of(root)
+    mezzo = read_string_literals(root)
     libtorch = [(torch / "lib" / name).read_bytes() for name in ("libtorch_cpu.so", "libc10.so")]
     headings = message_headings(root / "docs/errors.md")
     faults = [f"docs/errors.md:{number}: neither mezzo nor libtorch throws: {heading}" for number, heading in headings

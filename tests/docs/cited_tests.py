@@ -13,14 +13,14 @@ import sys
 from pathlib import Path
 
 
-def output_of(*command: str | Path) -> str:
+def run_command(*command: str | Path) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def tests_of(program: Path) -> set[str]:
+def list_tests(program: Path) -> set[str]:
     """The tests of a program, without the names of parameters."""
     names, suite = set(), ""
-    for line in output_of(program, "--gtest_list_tests").splitlines():
+    for line in run_command(program, "--gtest_list_tests").splitlines():
         word = line.split("#")[0].strip()
         if not line.startswith(" "):
             suite = re.sub(r"^\w+/(?=\w*[A-Z])|/\w+(?=\.$)", "", word)
@@ -29,14 +29,14 @@ def tests_of(program: Path) -> set[str]:
     return names
 
 
-def declared_in(folder: Path) -> set[str]:
-    names = {f"{suite}.{test}" for source in folder.rglob("*.cpp")
+def find_declared_tests(directory: Path) -> set[str]:
+    names = {f"{suite}.{test}" for source in directory.rglob("*.cpp")
              for suite, test in re.findall(r"\bTEST(?:_[FP])?\(\s*(\w+)\s*,\s*(\w+)\s*\)", source.read_text())}
     return names.union(*(re.findall(r"add_test\(NAME\s+(\w+\.\w+)", listing.read_text())
-                         for listing in folder.rglob("CMakeLists.txt")))
+                         for listing in directory.rglob("CMakeLists.txt")))
 
 
-def rows_of(page: Path) -> list[tuple[int, str]]:
+def read_rows(page: Path) -> list[tuple[int, str]]:
     """The rows of the page's tables, without their header."""
     lines = page.read_text().splitlines()
     below = [*lines[1:], ""]
@@ -51,10 +51,10 @@ def main() -> None:
     parser.add_argument("programs", type=Path, nargs="+")
     parser.add_argument("--not-built", type=Path, nargs="*", default=[])
     options = parser.parse_args()
-    known = set(re.findall(r"Test +#\d+: ([\w/.]+)", output_of("ctest", "-N", "--test-dir", options.build)))
+    known = set(re.findall(r"Test +#\d+: ([\w/.]+)", run_command("ctest", "-N", "--test-dir", options.build)))
     known |= {re.sub(r"(\.\w+)\.\w+$", r"\1", name) for name in known}
-    known = known.union(*map(tests_of, options.programs), *map(declared_in, options.not_built))
-    rows = rows_of(options.page)
+    known = known.union(*map(list_tests, options.programs), *map(find_declared_tests, options.not_built))
+    rows = read_rows(options.page)
     errors = [] if rows else [f"{options.page}: no table"]
     for number, row in rows:
         named = re.findall(r"`([^`]+)`", row.strip().strip("|").split(" | ")[-1])

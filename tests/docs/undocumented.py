@@ -8,14 +8,14 @@ import pathlib
 import subprocess
 import sys
 
-root, doxygen, folder = pathlib.Path(sys.argv[1]), *sys.argv[2:4]
+root, doxygen, directory = pathlib.Path(sys.argv[1]), *sys.argv[2:4]
 settings = (root / "docs/site/Doxyfile").read_text(encoding="utf-8") + f"""
-OUTPUT_DIRECTORY = {folder}
+OUTPUT_DIRECTORY = {directory}
 EXTRACT_ALL = NO
 WARN_IF_UNDOCUMENTED = YES
 WARN_AS_ERROR = NO
 """
-pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
+pathlib.Path(directory).mkdir(parents=True, exist_ok=True)
 run = subprocess.run([doxygen, "-"], input=settings, cwd=root, capture_output=True, text=True, check=True)
 undocumented = sorted({line for line in run.stderr.splitlines() if line.endswith("is not documented.")})
 print("\n".join(undocumented))

@@ -67,9 +67,9 @@ def wheel(source, build, cmake):
     prefix = run(sys.executable, "-m", "mezzo_cpp", "--prefix", env=dict(os.environ, PYTHONPATH=str(target)),
                  capture_output=True, text=True).stdout.strip()
     for flag, file in (("--includedir", "mezzo/mezzo.h"), ("--cmakedir", "mezzo-config.cmake")):
-        folder = run(sys.executable, "-m", "mezzo_cpp", flag, env=dict(os.environ, PYTHONPATH=str(target)),
+        directory = run(sys.executable, "-m", "mezzo_cpp", flag, env=dict(os.environ, PYTHONPATH=str(target)),
                      capture_output=True, text=True).stdout.strip()
-        assert (Path(folder) / file).is_file(), (flag, folder)
+        assert (Path(directory) / file).is_file(), (flag, directory)
     return Path(prefix)
 
 
@@ -101,7 +101,7 @@ def vcpkg(source, build, cmake):
     return build / "prefix"
 
 
-def version_of(source):
+def read_version(source):
     header = (source / "include/mezzo/base/version.h").read_text()
     return ".".join(re.findall(r"define MEZZO_VERSION_(?:MAJOR|MINOR|PATCH) (\d+)", header))
 
@@ -116,10 +116,10 @@ def main():
     (project / "CMakeLists.txt").write_text(PROJECT)
     output = run(cmake, "-S", project, "-B", project / "build", f"-DCMAKE_PREFIX_PATH={prefix};{torch}",
                capture_output=True, text=True).stdout
-    expected = f"found mezzo {version_of(source)} in {prefix.resolve()}"
+    expected = f"found mezzo {read_version(source)} in {prefix.resolve()}"
     assert expected in output.replace(str(prefix), str(prefix.resolve())), (expected, output)
     port = source / "packaging/vcpkg/ports/mezzo/vcpkg.json"
-    assert f'"version": "{version_of(source)}"' in port.read_text(), f"{port} does not have the version of version.h"
+    assert f'"version": "{read_version(source)}"' in port.read_text(), f"{port} does not have the version of version.h"
     print(expected)
 
 

@@ -102,7 +102,7 @@ class GradStatsKernel : public testing::TestWithParam<std::tuple<torch::ScalarTy
   }
 };
 
-TEST_P(GradStatsKernel, BitwiseEqualToScalarForEveryTail) {
+TEST_P(GradStatsKernel, BitwiseEqualsScalarForEveryTail) {
   torch::manual_seed(1);
   for (int64_t count = 0; count <= 70; ++count) {
     const auto values = random(count);

@@ -178,7 +178,7 @@ class OptimizerStepKernel : public testing::TestWithParam<CpuIsa> {
   }
 };
 
-TEST_P(OptimizerStepKernel, BitwiseEqualToReferenceForEveryTail) {
+TEST_P(OptimizerStepKernel, BitwiseEqualsReferenceForEveryTail) {
   for (const StepCase& step_case : cases()) {
     for (int64_t count = 0; count <= 67; ++count) {
       auto buffers = StepBuffers::random(step_case.dtypes, count);
@@ -190,7 +190,7 @@ TEST_P(OptimizerStepKernel, BitwiseEqualToReferenceForEveryTail) {
   }
 }
 
-TEST_P(OptimizerStepKernel, BitwiseEqualToReferenceForExtremeValues) {
+TEST_P(OptimizerStepKernel, BitwiseEqualsReferenceForExtremeValues) {
   for (const StepCase& step_case : cases()) {
     auto buffers = StepBuffers::edges(step_case.dtypes);
     const double factor = std::ldexp(1.0, -16);

@@ -205,7 +205,7 @@ std::vector<torch::Tensor> mixed_gradients() {
           torch::randn({90001})};
 }
 
-TEST(UnscaleCpu, UnscalesMixedDtypesOnAnyThreadCount) {
+TEST(UnscaleCpu, UnscalesMixedDtypesWithAnyThreads) {
   for (const int threads : {1, 2, 5}) {
     const int before = torch::get_num_threads();
     torch::set_num_threads(threads);
@@ -259,7 +259,7 @@ TEST(ParallelDynamic, RunsWithoutFopenmp) {
   EXPECT_EQ(threads.size(), 4U);
 }
 
-TEST(WorkChunks, CoverElementsOnceForAnyThreadCount) {
+TEST(WorkChunks, CoverEachElementOnce) {
   const std::vector<int64_t> counts{1, 0, 700, 299};
   mezzo::detail::WorkChunks chunks(/*size=*/100, /*batch=*/300);
   for (std::size_t i = 0; i < counts.size(); ++i) chunks.add(i, counts[i]);

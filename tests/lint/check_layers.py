@@ -30,7 +30,7 @@ LAYER = {component: layer for layer, components in enumerate(LAYERS) for compone
 INCLUDE = re.compile(r'#\s*include\s*[<"](mezzo/[^>"]+)[>"]')
 
 
-def component_of(path):
+def get_component(path):
     """The component of `path`, which begins with mezzo/; None for an umbrella header."""
     parts = path.split("/")
     return parts[1] if len(parts) > 2 else None
@@ -38,7 +38,7 @@ def component_of(path):
 
 def violation(path, included):
     """Why the header at `path` must not include `included`; None if it may."""
-    component, other = component_of(path), component_of(included)
+    component, other = get_component(path), get_component(included)
     if component is None or component == other:
         return None
     if other is None:
@@ -56,7 +56,7 @@ def include_path_to_kernels(include, path, seen):
         return []
     seen.add(path)
     for included in INCLUDE.findall((include / path).read_text(encoding="utf-8")):
-        is_kernel = component_of(included) == "kernels" and included not in DECLARATIONS
+        is_kernel = get_component(included) == "kernels" and included not in DECLARATIONS
         chain = [included] if is_kernel else include_path_to_kernels(include, included, seen)
         if chain:
             return [path, *chain]
@@ -69,7 +69,7 @@ def main():
     violations = []
     for header in headers:
         path = header.relative_to(include).as_posix()
-        component = component_of(path)
+        component = get_component(path)
         if component is not None and component not in LAYER:
             violations.append(f"{header}: {component} is not a component; the components are {', '.join(LAYER)}")
             continue

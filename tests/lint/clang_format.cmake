@@ -3,9 +3,9 @@
 #   cmake -DSOURCE=<mezzo> -DCLANG_FORMAT=<clang-format> -P clang_format.cmake
 
 set(sources)
-foreach(folder IN ITEMS benchmarks examples include tests)
+foreach(directory IN ITEMS benchmarks examples include tests)
   foreach(suffix IN ITEMS h cpp cuh cu)
-    file(GLOB_RECURSE found "${SOURCE}/${folder}/*.${suffix}")
+    file(GLOB_RECURSE found "${SOURCE}/${directory}/*.${suffix}")
     list(APPEND sources ${found})
   endforeach()
 endforeach()

@@ -18,8 +18,8 @@ list(TRANSFORM headers REPLACE "(.+)" "#include <\\1>")
 list(JOIN headers "\n" unit)
 file(WRITE "${BUILD}/every_header.cpp" "${unit}\n")
 set(includes)
-foreach(folder IN ITEMS "${TORCH}/include" "${TORCH}/include/torch/csrc/api/include" LISTS MPI_INCLUDES)
-  list(APPEND includes -isystem "${folder}")
+foreach(directory IN ITEMS "${TORCH}/include" "${TORCH}/include/torch/csrc/api/include" LISTS MPI_INCLUDES)
+  list(APPEND includes -isystem "${directory}")
 endforeach()
 execute_process(
   COMMAND "${CLANG_TIDY}" --quiet "--config-file=${SOURCE}/.clang-tidy" "--header-filter=^${SOURCE}/include/mezzo/"

@@ -175,7 +175,7 @@ TEST(AdamW8bit, AcceptsAnyStridesAndFloat32Gradients) {
   EXPECT_FALSE(reached[0].equal(start));
 }
 
-TEST(AdamW8bit, SmallAndNamedParamsKeepFloat32Moments) {
+TEST(AdamW8bit, SmallAndNamedParamsUseFloat32) {
   for (const bool has_fp32_state : {false, true}) {
     Descent run(at::kBFloat16, {has_fp32_state ? 5000 : 4095});
     AdamW8bitStateOptions options;
@@ -190,7 +190,7 @@ TEST(AdamW8bit, SmallAndNamedParamsKeepFloat32Moments) {
   }
 }
 
-TEST(AdamW8bit, ThrowsForUnknownParamWithFp32State) {
+TEST(AdamW8bit, ThrowsForUnknownFloat32Param) {
   const std::vector<at::Tensor> x{at::ones({1})};
   EXPECT_THAT([&] { AdamW8bit(x, {1e-3}, {.params_with_fp32_state = {at::ones({1})}}); },
               ThrowsMessage<c10::Error>(HasSubstr("params_with_fp32_state[0] is not a parameter")));

@@ -82,7 +82,7 @@ struct TwoGroups {
   AdamW optimizer;
 };
 
-TEST(AdamW, FailedLoadLeavesOptimizerUnchanged) {
+TEST(AdamW, FailedLoadChangesNothing) {
   const TwoGroups other({2, 2}, 0.5, 4);
   TwoGroups loaded({2, 1}, 0.1, 2);
   const auto parameter = loaded.optimizer.param_groups()[0].params()[0];
@@ -97,14 +97,14 @@ TEST(AdamW, FailedLoadLeavesOptimizerUnchanged) {
 // Otherwise a run that is reset to its start would keep its moments.
 TEST(AdamW, LoadDropsStateMissingInArchive) {
   TwoGroups loaded({1, 1}, 0.1, 0);
-  const std::string at_the_start = loaded.file();
+  const std::string initial_archive = loaded.file();
   TwoGroups trained({1, 1}, 0.1, 2);
-  trained.load(at_the_start);
+  trained.load(initial_archive);
   EXPECT_TRUE(trained.optimizer.state().empty());
   EXPECT_EQ(trained.optimizer.applied_steps(), 0);
 }
 
-TEST(AdamWMemory, ThrowsForNonDenseParamBeforeWriting) {
+TEST(AdamWMemory, NonDenseParamThrowsBeforeWriting) {
   const auto base = torch::ones({6, 8});
   const auto non_dense = base.slice(1, 0, 8, 2), ordinary = torch::ones({3});
   non_dense.mutable_grad() = torch::randn({6, 4});

@@ -98,7 +98,7 @@ TEST(Ema, UpdatesAveragesOfFrozenParams) {
   EXPECT_EQ(ema.averages()[0].item<float>(), 1);
 }
 
-TEST(Ema, SkippedStepLeavesAveragesUnchanged) {
+TEST(Ema, SkippedStepPreservesAverages) {
   torch::Tensor parameter = weight({8});
   Ema ema({parameter}, {.decay = 0.5});
   set_value(parameter, 4);
@@ -162,7 +162,7 @@ TEST(Ema, TiedWeightsShareOneAverage) {
   EXPECT_TRUE(tied->weight.eq(4).all().item<bool>());
 }
 
-TEST(Ema, ThrowsForInvalidDecayParamsOrMasters) {
+TEST(Ema, ThrowsForInvalidArguments) {
   const torch::Tensor parameter = weight({1});
   EXPECT_THAT(message_of([&] { Ema({parameter}, {.decay = 1}); }), HasSubstr("decay is 1"));
   EXPECT_THAT(message_of([&] { Ema({parameter}, {.decay = -0.1}); }), HasSubstr("decay is -0.1"));
@@ -178,7 +178,7 @@ TEST(Ema, ThrowsForInvalidDecayParamsOrMasters) {
       HasSubstr("has a master that is float32 [2]"));
 }
 
-TEST(Ema, SavesAndLoadsAndThrowsForOtherModel) {
+TEST(Ema, RoundTripsOnlyIntoSameModel) {
   torch::Tensor parameter = weight({8, 6});
   Ema ema({parameter}, {.decay = 0.5});
   set_value(parameter, 2);
@@ -325,7 +325,7 @@ void expect_training_unchanged(WeightStorage storage, at::ScalarType dtype) {
 }
 
 // A master or archive created in the scope would hold the average.
-TEST(EmaGuard, MasterParamAndSaveThrowInsideGuard) {
+TEST(EmaGuard, MasterParamsAndSaveThrowInside) {
   torch::Tensor parameter = torch::ones({3}, torch::kBFloat16).requires_grad_();
   auto optimizer = make(parameter, WeightStorage::fp32_master);
   step(optimizer, parameter);
@@ -469,7 +469,7 @@ std::vector<torch::Tensor> make_parameters() {
           torch::rand({})};
 }
 
-TEST(StepResult, HostResultHasNoDeviceFoundInf) {
+TEST(StepResult, HostResultLacksDeviceFoundInf) {
   EXPECT_FALSE(StepResult({.applied = true}).found_inf_on_device().defined());
   EXPECT_FALSE(StepResult({.applied = false}).found_inf_on_device().defined());
 }
@@ -502,7 +502,7 @@ TEST(EmaDeviceResult, WritesOnlyAverages) {
   }
 }
 
-TEST(EmaDeviceResult, SkippedStepLeavesAveragesUnchanged) {
+TEST(EmaDeviceResult, SkippedStepPreservesAverages) {
   const std::vector<torch::Tensor> parameters = make_parameters();
   Ema ema(parameters, {.decay = 0.5});
   for (const torch::Tensor& average : ema.averages()) {

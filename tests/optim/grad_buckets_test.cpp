@@ -51,7 +51,7 @@ double norm_sq(GradBuckets& buckets) {
   return sum;
 }
 
-TEST(GradBuckets, GroupsByDtypeInReverseOrderUpToCap) {
+TEST(GradBuckets, GroupsByDtypeInReverseOrder) {
   const std::vector<Tensor> parameters{make_leaf({16}), make_leaf({16}, torch::kBFloat16),
                                        make_leaf({16}), make_leaf({16}),
                                        make_leaf({4}, torch::kDouble)};

@@ -90,7 +90,7 @@ TEST(LrCurves, MatchHuggingFace) {
                             0.325, 0.2, 0.125, 0.1, 0.1, 0.1}));
 }
 
-TEST(LinearCurve, RisesFromInitialFactorAndFallsToMinFactor) {
+TEST(LinearCurve, WarmsUpAndFallsToMin) {
   EXPECT_THAT(factors(LinearCurve{.warmup_steps = 4, .total_steps = 4, .min_factor = 1}, 7),
               ElementsAre(0.0, 0.25, 0.5, 0.75, 1.0, 1.0, 1.0));
   EXPECT_THAT(
@@ -101,7 +101,7 @@ TEST(LinearCurve, RisesFromInitialFactorAndFallsToMinFactor) {
       ElementsAre(0.25, 0.5, 0.75, 1.0, 0.75, 0.5, 0.5));
 }
 
-TEST(LrCurves, WarmupOfAllStepsEndsAtFinalFactor) {
+TEST(LrCurves, FullWarmupEndsAtFinalFactor) {
   EXPECT_EQ((LinearCurve{.warmup_steps = 5, .total_steps = 5}.factor(4)), 0.8);
   EXPECT_EQ((LinearCurve{.warmup_steps = 5, .total_steps = 5}.factor(5)), 0);
   EXPECT_EQ((CosineCurve{.warmup_steps = 5, .total_steps = 5}.factor(5)), 1);
@@ -192,7 +192,7 @@ TEST(LrSchedule, WarnsWhenCountingSkippedStep) {
   EXPECT_THAT(has_warned(mezzo::optim::SGD({weight()}, 1.0), {inf}), ElementsAre());
 }
 
-TEST(LrSchedule, KeepsBaseLrsAndAdoptsLaterGroups) {
+TEST(LrSchedule, ScalesBaseLrsAndLaterGroups) {
   std::vector<torch::optim::OptimizerParamGroup> groups;
   groups.push_back(make_group(1.0));
   groups.push_back(make_group(0.25));
@@ -226,7 +226,7 @@ TEST(LrSchedule, ReturnsLrsOfNextTorchStep) {
   EXPECT_THAT(schedule.lrs(), ElementsAre(0.125, 0.0));
 }
 
-TEST(LrSchedule, InvalidCurveLeavesOptimizerUnchanged) {
+TEST(LrSchedule, InvalidCurvePreservesOptimizer) {
   torch::optim::SGD optimizer({weight()}, 2.0);
   EXPECT_THAT([&] { LinearSchedule schedule(optimizer, {.warmup_steps = 3, .total_steps = 2}); },
               ThrowsMessage<c10::Error>(HasSubstr("warmup_steps is 3")));
@@ -331,7 +331,7 @@ TEST(LrOption, ManualLrLastsOneStep) {
   EXPECT_THAT(steps(mezzo::optim::SGD({weight()}, 8.0)), halved_once);
 }
 
-TEST(LrOption, ManualLrDuringWarmupLastsOneStep) {
+TEST(LrOption, WarmupManualLrLastsOneStep) {
   const torch::Tensor parameter = weight();
   mezzo::optim::SGD optimizer({parameter}, 8.0);
   LinearSchedule schedule(optimizer, {.warmup_steps = 2, .total_steps = 4});

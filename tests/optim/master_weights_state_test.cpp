@@ -36,7 +36,7 @@ void step(MasterWeights& masters, const torch::Tensor& weight, double gradient) 
   masters.step();
 }
 
-TEST(MasterWeightsState, ThrowsForMasterParamInEmaGuard) {
+TEST(MasterWeightsState, MasterParamThrowsInEmaGuard) {
   const auto weight = bfloat16_weight(1);
   torch::optim::SGD sgd({weight}, 1e-3);
   MasterWeights masters(sgd);

@@ -810,7 +810,7 @@ TEST(MasterWeightsArchive, HoldsFloat32Masters) {
   EXPECT_THAT(master_params(loaded), BitwiseEqual(masters));
 }
 
-TEST(MasterWeightsArchive, InnerArchiveIsTorchs) {
+TEST(MasterWeightsArchive, InnerArchiveMatchesTorch) {
   const Model model(torch::kHalf);
   torch::optim::SGD inner(model.groups(), torch::optim::SGDOptions(0.1).momentum(0.9));
   MasterWeights optimizer(inner);

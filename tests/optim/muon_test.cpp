@@ -50,11 +50,11 @@ double difference(const torch::Tensor& left, const torch::Tensor& right) {
 
 TEST(Muon, MatchesPython) {
   // bfloat16 products differ between CPUs: only Python on the same machine is bitwise identical.
-  const char* const of_this_machine = std::getenv("MEZZO_MUON_CASES");
-  std::ifstream file(of_this_machine ? of_this_machine : MEZZO_OPTIM_TEST_DATA "/muon.pt",
+  const char* const recorded_cases_path = std::getenv("MEZZO_MUON_CASES");
+  std::ifstream file(recorded_cases_path ? recorded_cases_path : MEZZO_OPTIM_TEST_DATA "/muon.pt",
                      std::ios::binary);
   const c10::IValue cases = torch::pickle_load({std::istreambuf_iterator<char>(file), {}});
-  if (of_this_machine != nullptr) torch::set_num_threads(1);
+  if (recorded_cases_path != nullptr) torch::set_num_threads(1);
   ASSERT_GE(cases.toListRef().size(), 12U);
   for (std::size_t i = 0; i < cases.toListRef().size(); ++i) {
     SCOPED_TRACE(i);
@@ -81,7 +81,7 @@ TEST(Muon, MatchesPython) {
     }
     const auto expected = to_tensors(recorded.at("expected"));
     for (std::size_t p = 0; p < parameters.size(); ++p) {
-      EXPECT_LE(difference(parameters[p], expected[p]), of_this_machine ? 0.0 : 0.02)
+      EXPECT_LE(difference(parameters[p], expected[p]), recorded_cases_path ? 0.0 : 0.02)
           << parameters[p] << "\n"
           << expected[p];
     }

@@ -272,7 +272,7 @@ TEST_P(NonStandardGradients, MatchContiguousBitwiseOrThrow) {
 }
 
 // After the exception a supported gradient suffices: no other gradient was unscaled meanwhile.
-TEST_P(NonStandardGradients, ThrowingGradientLeavesOthersUnchanged) {
+TEST_P(NonStandardGradients, ThrowingGradientPreservesOthers) {
   for (const std::string& form : kUnsupportedForms) {
     for (const std::string& call : kCalls) {
       if (call == "NoScaler" && updates_with_torch(GetParam())) continue;  // torch accepts integers
@@ -383,7 +383,7 @@ TEST_P(NonStandardGradients, InfInOneMicroBatchSkipsStep) {
   }
 }
 
-TEST_P(NonStandardGradients, UndefinedGradientLeavesParamUnchanged) {
+TEST_P(NonStandardGradients, UndefinedGradientPreservesParam) {
   for (const std::string& call : kCalls) {
     SCOPED_TRACE(call);
     TrainingRun all(GetParam()), some(GetParam());
@@ -403,7 +403,7 @@ TEST_P(NonStandardGradients, UndefinedGradientLeavesParamUnchanged) {
   }
 }
 
-TEST_P(NonStandardGradients, EmptyParamListThrowsOrDoesNothing) {
+TEST_P(NonStandardGradients, EmptyParamsThrowOrDoNothing) {
   WrappedOptimizer wrapped;
   const std::string made = message_of([&] { wrapped = GetParam().make({}); });
   if (made != "no error") {

@@ -55,7 +55,7 @@ using Kinds = testing::Types<Kind<mezzo::optim::Adam, mezzo::optim::AdamOptions>
                              Kind<mezzo::optim::AdamW8bit, mezzo::optim::AdamWOptions>>;
 TYPED_TEST_SUITE(ParamGroups, Kinds);
 
-TYPED_TEST(ParamGroups, ThrowForInvalidOptionAndAreNotAdded) {
+TYPED_TEST(ParamGroups, InvalidOptionThrowsBeforeAdding) {
   using Options = typename TypeParam::Options;
   typename TypeParam::Optimizer optimizer({this->parameter()}, Options(0.5));
   constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
@@ -131,7 +131,7 @@ TYPED_TEST(ParamGroups, ThrowForInvalidOptionAndAreNotAdded) {
       << "a group added after the exception is trained";
 }
 
-TYPED_TEST(ParamGroups, ThrowForOtherOptimizersOptions) {
+TYPED_TEST(ParamGroups, ThrowForOptionsOfOtherClass) {
   using Options = typename TypeParam::Options;
   typename TypeParam::Optimizer optimizer({this->parameter()}, Options(0.5));
   EXPECT_THAT(message_of([&] {
@@ -193,7 +193,7 @@ TYPED_TEST(ParamGroups, ThrowForDuplicateOrOverlappingParams) {
 }
 
 // torch::optim::Optimizer::add_param_group is not virtual.
-TYPED_TEST(ParamGroups, AddedThroughBaseClassAreCheckedAtStep) {
+TYPED_TEST(ParamGroups, StepChecksGroupsAddedThroughBase) {
   using Options = typename TypeParam::Options;
   const torch::Tensor first = this->parameter();
   for (const bool is_duplicate : {true, false}) {

@@ -60,7 +60,7 @@ std::array<uint32_t, 4> noise_of(uint64_t number, RandomKey key) {
   return {bits & 0xFFFFU, bits >> 16, (bits * 0x9E3779B1U) >> 16, (bits * 0x85EBCA77U) >> 16};
 }
 
-TEST(RandomBits, AreUniformForEachStepAndParam) {
+TEST(RandomBits, AreUniformPerStepAndParam) {
   constexpr uint32_t kCount = 20000;
   const double tolerance = 5 / std::sqrt(12.0 * kCount);  // five standard deviations
   for (uint64_t step = 1; step <= 20; ++step) {
@@ -82,7 +82,7 @@ TEST(RandomBits, AreUniformForEachStepAndParam) {
   }
 }
 
-TEST(RandomBits, DifferBySeedStepParamAndBlock) {
+TEST(RandomBits, DifferBySeedStepParamBlock) {
   std::set<RandomKey> keys;
   for (uint64_t seed = 0; seed < 4; ++seed) {
     for (uint64_t step = 1; step < 20; ++step) {
@@ -204,7 +204,7 @@ TEST(StochasticRounding, DeterministicForSeedAcrossThreadCounts) {
 }
 
 /// Steps of an eighth of the distance 2^-7 from 1.5 to its lower neighbour.
-TEST(StochasticRounding, DrawsNewBitsEachStepWithoutMoments) {
+TEST(StochasticRounding, StatelessStepsDrawNewBits) {
   const auto parameter = torch::full({10000}, 1.5F).to(torch::kBFloat16).requires_grad_();
   mezzo::optim::SGD optimizer({parameter}, mezzo::optim::SGDOptions(0x1p-10),
                               {.weight_storage = WeightStorage::stochastic_rounding});
@@ -216,7 +216,7 @@ TEST(StochasticRounding, DrawsNewBitsEachStepWithoutMoments) {
 }
 
 /// The first step of SGD with momentum equals a step without.
-TEST(StochasticRounding, DrawsNewBitsWhenMomentumIsEnabled) {
+TEST(StochasticRounding, EnablingMomentumDrawsNewBits) {
   const auto start = torch::full({10000}, 1.5F).to(torch::kBFloat16);
   const auto parameter = start.clone().requires_grad_();
   mezzo::optim::SGD optimizer({parameter}, mezzo::optim::SGDOptions(0x1p-8),

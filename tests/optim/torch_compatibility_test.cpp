@@ -300,7 +300,7 @@ TEST(MezzoOptions, GroupOptionsApply) {
   }
 }
 
-TEST(MezzoOptions, ThrowForOtherOptimizersOptions) {
+TEST(MezzoOptions, ThrowForOptionsOfOtherClass) {
   mezzo::optim::AdamW optimizer({make_parameter(1)});
   const OptimizerParamGroup other_group({make_parameter(2)},
                                         std::make_unique<torch::optim::AdamOptions>(1e-3));

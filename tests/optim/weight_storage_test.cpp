@@ -504,7 +504,7 @@ void write_externally(const std::string& way, const Tensor& parameter, const Ten
   }
 }
 
-TEST(ExternalWeightWrites, TakeEffectAtNextStep) {
+TEST(ExternalWeightWrites, ApplyAtNextStep) {
   for (const WeightStorageCase& storage_case : low_precision_cases()) {
     for (const char* const way : kWrites) {
       SCOPED_TRACE(std::string(storage_case.name) + ", by " + way);

@@ -174,7 +174,7 @@ TEST(GradScaler, CoalescesSparseGradientsBeforeCheck) {
   EXPECT_TRUE(torch::equal(x.to(torch::kFloat), torch::tensor({0.0F, -32000.0F, 0.0F, -32000.0F})));
 }
 
-TEST(GradScaler, ThrowsForFp16GradientsUnlessAllowed) {
+TEST(GradScaler, ThrowsForFloat16GradientsUnlessAllowed) {
   const auto x = torch::zeros({1}, torch::dtype(torch::kHalf).requires_grad(true));
   auto optimizer = sgd({x});
   const auto expect_throws = [&](const auto& call) {
@@ -198,7 +198,7 @@ TEST(GradScaler, ThrowsForFp16GradientsUnlessAllowed) {
 }
 
 // The quotient by a scale below 1 overflows in float16 but not in float32.
-TEST(GradScaler, FindsInfFromUnscalingFp16) {
+TEST(GradScaler, FindsInfFromUnscalingFloat16) {
   for (const bool zero_grad : {false, true}) {
     for (const double max_norm : {1e9, std::numeric_limits<double>::infinity()}) {
       auto scaler = make_silent_scaler(
@@ -285,7 +285,7 @@ TEST_F(GradScalerSharing, CallbackCanRemoveItself) {
 }
 
 // A float16 model of 161 parameters on the CPU whose first scaled gradients overflow.
-TEST(GradScalerFp16Training, RecoversFromOverflow) {
+TEST(GradScalerFloat16Training, RecoversFromOverflow) {
   torch::manual_seed(5);
   torch::nn::Sequential model(torch::nn::Linear(8, 16), torch::nn::ReLU(),
                               torch::nn::Linear(16, 1));
@@ -653,7 +653,7 @@ TYPED_TEST(GradScalerEdgeCases, LossScaledTwiceKeepsOneScale) {
   EXPECT_EQ(x.item<float>(), -4);
 }
 
-TYPED_TEST(GradScalerEdgeCases, EmptyParametersStep) {
+TYPED_TEST(GradScalerEdgeCases, AcceptsEmptyParameters) {
   auto x = parameter({});
   auto optimizer = this->sgd({x});
   auto scaler = make_silent_scaler({});
@@ -811,7 +811,7 @@ TEST(GradScalerStateDict, LoadKeepsFixedMode) {
   EXPECT_EQ(restored.get_scale(), 128.0);
 }
 
-TEST(GradScalerStateDict, LoadAcceptsTorchStateAndKeepsBounds) {
+TEST(GradScalerStateDict, LoadOfTorchStateKeepsBounds) {
   GradScaler scaler(unusual_options());
   scaler.load_state_dict({{"scale", 512},
                           {"growth_factor", 2},

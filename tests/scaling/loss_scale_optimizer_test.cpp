@@ -132,7 +132,7 @@ TEST(LossScaleOptimizer, ClipsAfterUnscaleOrInStep) {
   }
 }
 
-TEST(LossScaleOptimizer, FixedScaleTrainsFp16WithMasters) {
+TEST(LossScaleOptimizer, FixedScaleTrainsFloat16WithMasters) {
   const torch::Tensor weight = torch::ones({3}, torch::kHalf).requires_grad_();
   torch::optim::SGD sgd({weight}, 1.0);
   mezzo::MasterWeights masters(sgd);
@@ -221,7 +221,7 @@ TEST(LossScaleOptimizer, UnscalesNextBatchAfterStepThrew) {
   }
 }
 
-TEST(LossScaleOptimizer, ThrowsWithoutScaledLossOrForInvalidOptions) {
+TEST(LossScaleOptimizer, ThrowsForMissingLossOrInvalidOptions) {
   const torch::Tensor weight = make_weight();
   torch::optim::SGD sgd({weight}, 1.0);
   LossScaleOptimizer optimizer(sgd);

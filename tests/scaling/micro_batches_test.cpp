@@ -159,7 +159,7 @@ class FiniteGradAccumulator : public testing::Test {
   mezzo::FiniteGradAccumulator accumulator_{{a_, b_}};
 };
 
-TEST_F(FiniteGradAccumulator, BadMicroBatchIsDropped) {
+TEST_F(FiniteGradAccumulator, NonfiniteMicroBatchIsDropped) {
   EXPECT_TRUE(add(1, 2));
   EXPECT_FALSE(add(kNan, 4));
   EXPECT_FALSE(add(8, kInfinity));
@@ -168,7 +168,7 @@ TEST_F(FiniteGradAccumulator, BadMicroBatchIsDropped) {
   expect_all(b_.grad(), 34);
 }
 
-TEST_F(FiniteGradAccumulator, BadFirstMicroBatchIsReplaced) {
+TEST_F(FiniteGradAccumulator, NonfiniteFirstMicroBatchIsReplaced) {
   EXPECT_FALSE(add(kNan, 1));
   EXPECT_TRUE(add(2, 3));
   expect_all(a_.grad(), 2);
@@ -177,7 +177,7 @@ TEST_F(FiniteGradAccumulator, BadFirstMicroBatchIsReplaced) {
   expect_all(a_.grad(), 4);
 }
 
-TEST_F(FiniteGradAccumulator, LastOfBadMicroBatchesStays) {
+TEST_F(FiniteGradAccumulator, KeepsLastMicroBatchIfAllNonfinite) {
   EXPECT_FALSE(add(kNan, 1));
   EXPECT_FALSE(add(1, kNan));
   expect_all(a_.grad(), 1);
@@ -201,7 +201,7 @@ TEST_F(FiniteGradAccumulator, OverflowedSumStaysInf) {
   }
 }
 
-TEST_F(FiniteGradAccumulator, BadGradientInNewTensorIsReplaced) {
+TEST_F(FiniteGradAccumulator, NonfiniteGradientReplacedInNewTensor) {
   EXPECT_FALSE(add(kInfinity, 1));
   a_.mutable_grad() = a_.grad().clone();
   EXPECT_TRUE(add(1, 1));
@@ -228,7 +228,7 @@ TEST_F(FiniteGradAccumulator, ZeroGradientsCountAsAccumulated) {
   expect_all(b_.grad(), 2);
 }
 
-TEST_F(FiniteGradAccumulator, OrdinaryGradientsAreAddedTo) {
+TEST_F(FiniteGradAccumulator, AddsToGradientsOfOtherBackward) {
   (a_ * 5).sum().backward();
   EXPECT_FALSE(add(kNan, 1));
   EXPECT_TRUE(add(1, 2));
@@ -259,7 +259,7 @@ TEST_F(FiniteGradAccumulator, ThrowingBackwardKeepsGradients) {
   EXPECT_FALSE(a_.grad().defined());
 }
 
-TEST_F(FiniteGradAccumulator, GradientOfOtherShapeThrows) {
+TEST_F(FiniteGradAccumulator, ThrowsForGradientOfOtherShape) {
   EXPECT_TRUE(add(1, 2));
   EXPECT_THROW(accumulator_.add([&] {
     (a_ * 7).sum().backward();
@@ -272,7 +272,7 @@ TEST_F(FiniteGradAccumulator, GradientOfOtherShapeThrows) {
   expect_all(a_.grad(), 2);
 }
 
-TEST_F(FiniteGradAccumulator, CopyWithoutMemoryKeepsGradients) {
+TEST_F(FiniteGradAccumulator, OutOfMemoryKeepsGradients) {
   EXPECT_TRUE(add(1, 2));
   const Tensor base = torch::zeros({1});  // shares its storage, so it is copied
   const Tensor huge = torch::zeros({1}).expand({int64_t{1} << 61}).detach().requires_grad_();
@@ -291,7 +291,7 @@ TEST_F(FiniteGradAccumulator, DuplicateParameterIsAddedOnce) {
 }
 
 // Duplicate indices whose sum overflows are inf.
-TEST_F(FiniteGradAccumulator, BadSparseMicroBatchIsDropped) {
+TEST_F(FiniteGradAccumulator, NonfiniteSparseMicroBatchIsDropped) {
   torch::nn::Embedding embedding(torch::nn::EmbeddingOptions(4, 2).sparse(true));
   mezzo::FiniteGradAccumulator accumulator(embedding->parameters());
   const auto add_at = [&](int64_t first, int64_t second, float weight) {

@@ -275,7 +275,7 @@ class Sequence:
         self.rng.choice(calls)()
 
 
-def words_of(line):
+def float_words(line):
     """Returns call, arguments, results and scale of a line."""
     body, state = line.split(" | ")
     call, _, result = body.partition(" > ")
@@ -288,11 +288,11 @@ def is_broken(words):
     return not all(map(math.isfinite, values))
 
 
-def pairs_of(lines):
+def name_value_pairs(lines):
     """Returns for each line the call and outcome of the previous line and of this line."""
     pairs, last, before = [], ("sequence", lines[0].split()[5]), None
     for line in lines[1:]:
-        (name, *arguments), result, scale = words_of(line)
+        (name, *arguments), result, scale = float_words(line)
         outcome = ""
         if result and result[0].startswith("!"):
             outcome = result[0]
@@ -318,7 +318,7 @@ def best_beginning(pairs, missing):
 
 def cover(sequences):
     """Chooses prefixes that contain all wanted pairs, greedily by new pairs per line."""
-    pairs = [pairs_of(lines) for lines in sequences]
+    pairs = [name_value_pairs(lines) for lines in sequences]
     missing = set().union(*pairs[:WANTED])
     lengths = {}
     heap = [(-1.0, i) for i in range(len(sequences))]

@@ -108,7 +108,7 @@ TYPED_TEST(GradScalerScaledGradients, ConstantScaleDoesNotWarn) {
 }
 
 // A new optimizer may have the address of a destroyed one.
-TYPED_TEST(GradScalerScaledGradients, NewOptimizerAtSameAddressIsNotUnscaled) {
+TYPED_TEST(GradScalerScaledGradients, ReusedOptimizerAddressIsNotUnscaled) {
   alignas(TypeParam) unsigned char memory[sizeof(TypeParam)];
   auto* optimizer = new (memory) TypeParam(this->sgd({this->x}));
   this->backward(this->x, std::numeric_limits<float>::infinity());
@@ -180,7 +180,7 @@ TYPED_TEST(GradScalerScaledGradients, SharedGradientZeroedInPlaceSteps) {
   EXPECT_EQ(this->x.template item<float>(), -2);
 }
 
-TYPED_TEST(GradScalerScaledGradients, NewOptimizerAtSameAddressSteps) {
+TYPED_TEST(GradScalerScaledGradients, ReusedOptimizerAddressSteps) {
   alignas(TypeParam) unsigned char memory[sizeof(TypeParam)];
   for (const bool finds_gradients : {true, false}) {
     for (const Tensor& weight : {parameter({0}), parameter({0})}) {
@@ -196,7 +196,7 @@ TYPED_TEST(GradScalerScaledGradients, NewOptimizerAtSameAddressSteps) {
   }
 }
 
-TYPED_TEST(GradScalerScaledGradients, CallersOwnScaleDoesNotWarn) {
+TYPED_TEST(GradScalerScaledGradients, CallersScaleDoesNotWarn) {
   auto optimizer = this->sgd({this->x});
   (void)this->scaler.scale(torch::ones({}));
   for (int i = 0; i < 3; ++i) {
@@ -224,7 +224,7 @@ TYPED_TEST(GradScalerScaledGradients, OtherOptimizersBackwardAfterUnscaleSteps) 
   EXPECT_THAT(this->warnings.texts, IsEmpty());
 }
 
-TYPED_TEST(GradScalerScaledGradients, SharedParameterUnscaledForAnotherOptimizerThrows) {
+TYPED_TEST(GradScalerScaledGradients, SharedParameterThrowsForSecondOptimizer) {
   auto first = this->sgd({this->x}), second = this->sgd({this->y, this->x});
   this->backward(this->x + this->y);
   this->scaler.unscale_(first);
@@ -287,7 +287,7 @@ TYPED_TEST(GradScalerScaledGradients, ErrorNamesParameterOfBadGradient) {
   EXPECT_EQ(this->y.grad().template item<float>(), 1) << "not modified";
 }
 
-TYPED_TEST(GradScalerScaledGradients, UpdateToNewScaleReportsUnscaledInf) {
+TYPED_TEST(GradScalerScaledGradients, NewScaleReportsUnscaledInf) {
   auto optimizer = this->sgd({this->x});
   std::vector<double> scales;
   this->scaler.on_skip([&](const mezzo::SkippedStep& skipped) { scales.push_back(skipped.scale); });

@@ -100,7 +100,7 @@ void for_each_loop(const std::function<void(Loop&)>& test,
 
 // --- Steps -------------------------------------------------------------------------------------
 
-TEST(GradLifecycle, ParamDroppedAfterUnscaleIsNotUpdated) {
+TEST(GradLifecycle, DroppedParamIsNotUpdated) {
   for_each_loop([](Loop& loop) {
     loop.backward(1, 1);
     loop.scaler.unscale_(loop.optimizer);
@@ -111,7 +111,7 @@ TEST(GradLifecycle, ParamDroppedAfterUnscaleIsNotUpdated) {
   });
 }
 
-TEST(GradLifecycle, StepPreservesGradsOrZeroesOnRequest) {
+TEST(GradLifecycle, StepZeroesGradsOnlyOnRequest) {
   for (const WeightStorageCase& storage_case : weight_storage_cases()) {
     if (storage_case.name == std::string("torch::optim::SGD"))
       continue;  // torch.amp unscales them in place
@@ -142,7 +142,7 @@ TEST(GradLifecycle, StepPreservesGradsOrZeroesOnRequest) {
   }
 }
 
-TEST(GradScalerStep, ZeroGradZeroesAppliedAndSkippedGrads) {
+TEST(GradScalerStep, ZeroGradAppliesToSkippedStep) {
   for (const double first : {48.0, kInfinity}) {
     for_each_loop([first](Loop& loop) {
       loop.backward(first, 17);
@@ -210,7 +210,7 @@ TEST(GradScalerStep, NanNormClipsToNan) {
   });
 }
 
-TEST(GradScalerStep, InfFoundByUnscaleSkipsRepairedGrad) {
+TEST(GradScalerStep, UnscaleInfSkipsDespiteRepairedGrad) {
   for_each_loop([](Loop& loop) {
     if (!loop.scaler.is_enabled()) return;
     loop.backward(kInfinity, 1);
@@ -282,7 +282,7 @@ TEST(GradLifecycle, DisabledScalerAllowsRepeatedUnscale) {
   }
 }
 
-TEST(GradLifecycle, DisabledScalerUnscaleTwiceStillUpdatesMasters) {
+TEST(GradLifecycle, DisabledRepeatedUnscaleUpdatesMasters) {
   const torch::Tensor parameter = make_weight(torch::kBFloat16, 256);
   torch::optim::SGD sgd({parameter}, 1.0);
   mezzo::MasterWeights masters(sgd);
@@ -300,7 +300,7 @@ TEST(GradLifecycle, DisabledScalerUnscaleTwiceStillUpdatesMasters) {
 
 // --- libtorch's clipping -----------------------------------------------------------------------
 
-TEST(GradLifecycle, TorchClipGradNormClipsAppliedGrads) {
+TEST(GradLifecycle, TorchClippingAffectsAppliedGrads) {
   for_each_loop([](Loop& loop) {
     for (int i = 0; i < 20; ++i) {
       loop.optimizer.optimizer().zero_grad();
@@ -313,7 +313,7 @@ TEST(GradLifecycle, TorchClipGradNormClipsAppliedGrads) {
   });
 }
 
-TEST(GradLifecycle, GradNormReportsNormAfterTorchClipping) {
+TEST(GradLifecycle, GradNormIncludesTorchClipping) {
   for (const bool by_value : {false, true}) {
     for_each_loop([by_value](Loop& loop) {
       loop.backward(20, 0);
@@ -350,7 +350,7 @@ TEST(GradLifecycle, InfWrittenAfterUnscaleSkipsStep) {
   }
 }
 
-TEST(GradLifecycle, UnscaleOverflowAndOverwrittenInfSkipStep) {
+TEST(GradLifecycle, OverflowOrOverwrittenInfSkipsStep) {
   for (const WeightStorageCase& storage_case : weight_storage_cases()) {
     for (const bool unscales_before : {false, true}) {
       SCOPED_TRACE(testing::Message()
@@ -375,7 +375,7 @@ TEST(GradLifecycle, UnscaleOverflowAndOverwrittenInfSkipStep) {
 
 // --- Backward passes and zero_grad after unscale_ ----------------------------------------------
 
-TEST(GradLifecycle, DisabledScalerAccumulatesAfterUnscaleAndClipping) {
+TEST(GradLifecycle, DisabledScalerAccumulatesAfterClipping) {
   for (const bool by_clipping : {false, true}) {
     for (const WeightStorageCase& storage_case : weight_storage_cases()) {
       SCOPED_TRACE(testing::Message() << storage_case.name << ", by clipping: " << by_clipping);
@@ -390,7 +390,7 @@ TEST(GradLifecycle, DisabledScalerAccumulatesAfterUnscaleAndClipping) {
   }
 }
 
-TEST(GradLifecycle, BatchDiscardedAfterUnscaleIsNotTrained) {
+TEST(GradLifecycle, DisabledScalerZeroGradDiscardsBatch) {
   for (const bool set_to_none : {true, false}) {
     for (const WeightStorageCase& storage_case : weight_storage_cases()) {
       SCOPED_TRACE(testing::Message() << storage_case.name << ", set to none: " << set_to_none);
@@ -405,7 +405,7 @@ TEST(GradLifecycle, BatchDiscardedAfterUnscaleIsNotTrained) {
   }
 }
 
-TEST(GradLifecycle, StepAfterUnscaleAndZeroGradIsNoOp) {
+TEST(GradLifecycle, ZeroGradAfterUnscaleDiscardsBatch) {
   for (const bool set_to_none : {true, false}) {
     for_each_loop([set_to_none](Loop& loop) {
       loop.backward(3, 64);
@@ -418,7 +418,7 @@ TEST(GradLifecycle, StepAfterUnscaleAndZeroGradIsNoOp) {
   }
 }
 
-TEST(GradLifecycle, LossScaleOptimizerStepAfterZeroGradIsNoOp) {
+TEST(GradLifecycle, LossScaleOptimizerZeroGradDiscardsBatch) {
   for (const WeightStorageCase& storage_case : weight_storage_cases()) {
     SCOPED_TRACE(storage_case.name);
     const torch::Tensor parameter = make_weight(storage_case.dtype);
@@ -499,7 +499,7 @@ TEST(GradLifecycle, DiscardedDelayedLossesDoNotReappear) {
   });
 }
 
-TEST(GradLifecycle, ZeroGradDiscardsParamMissedByLastLoss) {
+TEST(GradLifecycle, ZeroGradDiscardsStashedGradients) {
   for (const bool set_to_none : {true, false}) {
     for (const float next : {0.0F, 1.0F}) {
       for_each_level([&](AmpLoop& loop) {
@@ -514,7 +514,7 @@ TEST(GradLifecycle, ZeroGradDiscardsParamMissedByLastLoss) {
   }
 }
 
-TEST(GradLifecycle, StepAfterBackwardAndZeroGradIsNoOp) {
+TEST(GradLifecycle, ZeroGradAfterBackwardDiscardsBatch) {
   for (const bool set_to_none : {true, false}) {
     for_each_level([set_to_none](AmpLoop& loop) {
       loop.backward(3, 3);
@@ -525,7 +525,7 @@ TEST(GradLifecycle, StepAfterBackwardAndZeroGradIsNoOp) {
   }
 }
 
-TEST(GradLifecycle, UndefinedGradsStayUndefinedAfterThrowingBackward) {
+TEST(GradLifecycle, ThrowingBackwardKeepsGradsUndefined) {
   for_each_level([](AmpLoop& loop) {
     loop.backward(1, 0);
     EXPECT_FALSE(loop.model->second.grad().defined());
@@ -543,7 +543,7 @@ TEST(GradLifecycle, UndefinedGradsStayUndefinedAfterThrowingBackward) {
 
 // --- Other optimizers --------------------------------------------------------------------------
 
-TEST(GradLifecycle, ParamInTwoOptimizersThrowsWithWorkingAdvice) {
+TEST(GradLifecycle, SharedParamErrorAdviceWorks) {
   Pair model;
   const auto all = model->parameters();
   torch::optim::SGD first(all, 1.0), second(std::vector<torch::Tensor>{all[1]}, 1.0);
@@ -565,7 +565,7 @@ TEST(GradLifecycle, ParamInTwoOptimizersThrowsWithWorkingAdvice) {
   EXPECT_EQ(first_element(all[1]), -3);
 }
 
-TEST(GradLifecycle, MasterWeightsAdagradSumStartsInFloat32) {
+TEST(GradLifecycle, AdagradSumStartsInFloat32) {
   const torch::Tensor bf16 = make_weight(torch::kBFloat16, 1), fp32 = make_weight(torch::kFloat, 1);
   const auto options = torch::optim::AdagradOptions(0.5).initial_accumulator_value(0.1);
   torch::optim::Adagrad bf16_adagrad({bf16}, options), fp32_adagrad({fp32}, options);

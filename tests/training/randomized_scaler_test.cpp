@@ -221,7 +221,7 @@ class ScalerProgram : public Program {
                  {1, [&] { move_gradients(i); }},
                  {1, [&] { load_other_class(i); }},
                  {1, [&] { use_ema_guard(i); }},
-                 {1, [&] { can_step_without_scaler ? step_without_a_parameter(i) : step(i); }},
+                 {1, [&] { can_step_without_scaler ? step_without_parameter(i) : step(i); }},
                  {1, [&] { save_or_load(); }}});
   }
 
@@ -455,7 +455,7 @@ class ScalerProgram : public Program {
   }
 
   /// Removes a parameter from its group for one step, and adds it again.
-  void step_without_a_parameter(std::size_t i) {
+  void step_without_parameter(std::size_t i) {
     ReferenceOptimizer& side = reference_[i];
     if (!side.is_finite()) return;
     const std::size_t j = random_weight_index(side);

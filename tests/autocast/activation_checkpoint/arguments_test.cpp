@@ -38,7 +38,7 @@ class ActivationCheckpointArguments : public testing::Test {
   Tensor x_ = torch::ones({3}).requires_grad_();
 };
 
-TEST_F(ActivationCheckpointArguments, PassesAnyTypeTwice) {
+TEST_F(ActivationCheckpointArguments, PassesAnyArgumentTypeToRecomputation) {
   const auto y = mezzo::activation_checkpoint(
       [](const Tensor& x, int i, const std::string& text, const std::unique_ptr<int>& owned,
          const std::map<std::string, std::vector<Tensor>>& tensors, std::optional<double> none) {

@@ -99,7 +99,7 @@ TEST_P(ActivationCheckpointAutocast, IgnoresCastsCachedOutside) {
   EXPECT_THAT(loss(true, true), BitwiseEqual(expected));
 }
 
-TEST_P(ActivationCheckpointAutocast, AutocastModuleTwiceInRegion) {
+TEST_P(ActivationCheckpointAutocast, AutocastModuleMatchesCallWithoutCache) {
   const auto linear = std::make_shared<torch::nn::LinearImpl>(8, 8);
   mezzo::AutocastModule module(linear, {.device_type = at::kCPU, .dtype = GetParam()});
   const auto loss = [&](const mezzo::AutocastOptions& options, auto&& block) {
@@ -131,7 +131,7 @@ TEST_P(ActivationCheckpointAutocast, RestoresStateWhenRecomputationThrows) {
   EXPECT_TRUE(at::autocast::is_autocast_cache_enabled());
 }
 
-TEST_P(ActivationCheckpointAutocast, RecomputesInAnotherThreadWithForwardState) {
+TEST_P(ActivationCheckpointAutocast, RecomputesWithForwardStateAcrossThreads) {
   Tensor y, z;
   {
     const mezzo::AutocastGuard autocast({.device_type = at::kCPU, .dtype = GetParam()});

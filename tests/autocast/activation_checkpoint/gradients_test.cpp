@@ -55,7 +55,7 @@ class ActivationCheckpointGradients : public testing::Test {
   Tensor x_, w_, v_;
 };
 
-TEST_F(ActivationCheckpointGradients, InputAndCapturedParameters) {
+TEST_F(ActivationCheckpointGradients, MatchForInputAndCapturedParameters) {
   expect_same({x_, w_, v_}, [&](auto run) {
     const auto block = [&](const Tensor& x) { return torch::gelu(x.mm(w_)).mm(v_); };
     return run(block, x_).pow(2).sum();
@@ -63,14 +63,14 @@ TEST_F(ActivationCheckpointGradients, InputAndCapturedParameters) {
 }
 
 // Unsupported by use_reentrant=True in Python.
-TEST_F(ActivationCheckpointGradients, ParametersWhenNoInputRequiresGrad) {
+TEST_F(ActivationCheckpointGradients, MatchWithoutInputThatRequiresGrad) {
   expect_same({w_, v_}, [&](auto run) {
     const auto block = [&](const Tensor& x) { return torch::gelu(x.mm(w_)).mm(v_); };
     return run(block, x_.detach()).pow(2).sum();
   });
 }
 
-TEST_F(ActivationCheckpointGradients, TensorUsedInsideAndOutside) {
+TEST_F(ActivationCheckpointGradients, MatchForTensorUsedOutsideToo) {
   expect_same({x_, w_, v_}, [&](auto run) {
     const auto hidden = x_.mm(w_).tanh();
     const auto attention = [&](const Tensor& h) {
@@ -80,14 +80,14 @@ TEST_F(ActivationCheckpointGradients, TensorUsedInsideAndOutside) {
   });
 }
 
-TEST_F(ActivationCheckpointGradients, ParameterSharedByCheckpoints) {
+TEST_F(ActivationCheckpointGradients, MatchForParameterInTwoCheckpoints) {
   expect_same({x_, w_}, [&](auto run) {
     const auto block = [&](const Tensor& x) { return torch::tanh(x.mm(w_) + w_).mm(w_); };
     return run(block, run(block, x_.mm(w_))).mm(w_).sum();
   });
 }
 
-TEST_F(ActivationCheckpointGradients, CapturedNonLeafTensors) {
+TEST_F(ActivationCheckpointGradients, MatchForCapturedNonLeafTensors) {
   expect_same({x_, w_}, [&](auto run) {
     const auto scale = w_.exp();
     const auto block = [scale](const Tensor& x) { return (x * scale).tanh() * scale; };
@@ -100,7 +100,7 @@ struct GatedOutput {
   auto tensors() { return std::tie(hidden, gate, loss); }
 };
 
-TEST_F(ActivationCheckpointGradients, SeveralResults) {
+TEST_F(ActivationCheckpointGradients, MatchForSeveralResults) {
   const auto block = [&](const Tensor& x) {
     const auto hidden = x.mm(w_).tanh();
     const auto gate = hidden.sigmoid();
@@ -126,7 +126,7 @@ TEST_F(ActivationCheckpointGradients, SeveralResults) {
   });
 }
 
-TEST_F(ActivationCheckpointGradients, ResultsNotComputedByFunction) {
+TEST_F(ActivationCheckpointGradients, MatchForResultsNotComputedInside) {
   expect_same({x_, w_}, [&](auto run) {
     const auto block = [&](const Tensor& x) {
       return std::tuple{x, w_, x.mm(w_), torch::ones(2), Tensor(), x.detach().mm(w_.detach())};
@@ -138,7 +138,7 @@ TEST_F(ActivationCheckpointGradients, ResultsNotComputedByFunction) {
   });
 }
 
-TEST_F(ActivationCheckpointGradients, InPlaceOpsAndViewsInside) {
+TEST_F(ActivationCheckpointGradients, MatchForInPlaceOpsAndViews) {
   expect_same({x_, w_, v_}, [&](auto run) {
     const auto block = [&](const Tensor& x) {
       auto buffer = torch::zeros({6, 6});
@@ -154,7 +154,7 @@ TEST_F(ActivationCheckpointGradients, InPlaceOpsAndViewsInside) {
   });
 }
 
-TEST_F(ActivationCheckpointGradients, NestedCheckpoints) {
+TEST_F(ActivationCheckpointGradients, MatchForNestedCheckpoints) {
   expect_same({x_, w_, v_}, [&](auto run) {
     const auto inner = [this](const Tensor& x) {
       return torch::dropout(x.mm(w_).tanh(), 0.5, true);
@@ -164,7 +164,7 @@ TEST_F(ActivationCheckpointGradients, NestedCheckpoints) {
   });
 }
 
-TEST_F(ActivationCheckpointGradients, AutogradGradOfSomeInputs) {
+TEST_F(ActivationCheckpointGradients, MatchForAutogradGradOfInputs) {
   const auto block = [&](const Tensor& x) {
     const auto shifted = (torch::zeros_like(x) + x).narrow(0, 0, 4).mul_(w_.narrow(0, 1, 4));
     return shifted.mm(v_).tanh().mm(w_);
@@ -197,7 +197,7 @@ TEST_F(ActivationCheckpointGradients, SkipsUnneededRecomputation) {
   EXPECT_EQ(backward_runs, 1);
 }
 
-TEST_F(ActivationCheckpointGradients, RepeatsWithRetainGraph) {
+TEST_F(ActivationCheckpointGradients, RetainGraphAllowsSecondBackward) {
   const auto y =
       mezzo::activation_checkpoint([&](const Tensor& x) { return x.mm(w_).tanh(); }, x_).sum();
   const auto first = torch::autograd::grad({y}, {x_, w_}, {}, /*retain_graph=*/true);
@@ -245,7 +245,7 @@ struct Nested : torch::autograd::Function<Nested> {
   }
 };
 
-TEST_F(ActivationCheckpointGradients, ReentrantBackward) {
+TEST_F(ActivationCheckpointGradients, MatchForReentrantBackward) {
   expect_same({x_, w_}, [&](auto run) {
     return run([&](const Tensor& x) { return Nested::apply(x.mm(w_)).mm(w_); }, x_).sum();
   });
@@ -254,7 +254,7 @@ TEST_F(ActivationCheckpointGradients, ReentrantBackward) {
 }
 
 // The engine runs backward passes nested deeper than 60 in other threads.
-TEST_F(ActivationCheckpointGradients, NestingBeyondEngineDepthLimit) {
+TEST_F(ActivationCheckpointGradients, MatchBeyondNestingLimitOfEngine) {
   std::function<Tensor(const Tensor&, int)> nest;
   expect_same({x_, w_}, [&](auto run) {
     nest = [this, run, &nest](const Tensor& x, int depth) -> Tensor {

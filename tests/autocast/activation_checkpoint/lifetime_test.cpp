@@ -87,7 +87,7 @@ TEST(ActivationCheckpointLifetime, LongChainEndsWithoutRecursion) {
   EXPECT_FALSE(y.defined());
 }
 
-TEST(ActivationCheckpointThreads, BackwardInAnotherThread) {
+TEST(ActivationCheckpointThreads, GradientsMatchInOtherThread) {
   const auto x = torch::randn({8, 8}).requires_grad_();
   const auto w = torch::randn({8, 8}).requires_grad_();
   // A captured tensor whose node has a higher number than the nodes of the other thread.
@@ -103,7 +103,7 @@ TEST(ActivationCheckpointThreads, BackwardInAnotherThread) {
   EXPECT_TRUE(gradients[1].defined());
 }
 
-TEST(ActivationCheckpointThreads, CapturesTensorsOfOtherThreads) {
+TEST(ActivationCheckpointThreads, GradientsMatchForOtherThreadsTensors) {
   const auto w = torch::randn({8, 8}).requires_grad_();
   Tensor scale;
   std::thread([&] {
@@ -118,7 +118,7 @@ TEST(ActivationCheckpointThreads, CapturesTensorsOfOtherThreads) {
   EXPECT_THAT(ours, activation_checkpoint_test::BitwiseEqual(plain));
 }
 
-TEST(ActivationCheckpointThreads, ConcurrentBackwardOfOneGraph) {
+TEST(ActivationCheckpointThreads, GradientsMatchForConcurrentBackward) {
   const auto w = torch::randn({16, 16}).requires_grad_();
   const auto x = torch::randn({16, 16}).requires_grad_();
   const auto y =

@@ -28,7 +28,7 @@ TEST_F(ActivationCheckpointRngState, RecomputesSameDropout) {
   EXPECT_TRUE(torch::equal(x_.grad(), y.detach()));
 }
 
-TEST_F(ActivationCheckpointRngState, OtherDropoutWithoutPreserve) {
+TEST_F(ActivationCheckpointRngState, DropoutDiffersUnlessPreserved) {
   const auto y = mezzo::activation_checkpoint({.preserve_rng_state = false}, drop, x_);
   y.sum().backward();
   EXPECT_FALSE(torch::equal(x_.grad(), y.detach()));

@@ -62,7 +62,7 @@ class AutocastAutogradFunction : public testing::TestWithParam<at::ScalarType> {
   Tensor b_ = torch::randn({4, 5}).requires_grad_();
 };
 
-TEST_P(AutocastAutogradFunction, BackwardUsesForwardDtypeInOtherRegion) {
+TEST_P(AutocastAutogradFunction, BackwardUsesForwardDtypeAcrossRegions) {
   const auto other = GetParam() == at::kHalf ? at::kBFloat16 : at::kHalf;
   Tensor c, wrapped_result;
   {
@@ -81,7 +81,7 @@ TEST_P(AutocastAutogradFunction, BackwardUsesForwardDtypeInOtherRegion) {
   }
 }
 
-TEST_P(AutocastAutogradFunction, BackwardInAnotherThreadUsesForwardState) {
+TEST_P(AutocastAutogradFunction, BackwardUsesForwardStateAcrossThreads) {
   Tensor c;
   {
     const mezzo::AutocastGuard autocast({.device_type = at::kCPU, .dtype = GetParam()});

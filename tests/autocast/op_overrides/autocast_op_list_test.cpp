@@ -26,7 +26,7 @@ Lists as_map(const mezzo::AutocastOpList& list) {
 }
 
 /// The CPU's lists in the sources of libtorch 2.11, which are in no header.
-Lists cpu_lists_of_2_11() {
+Lists make_cpu_lists_2_11() {
   Lists lists;
   const auto list = [&lists](CastPolicy cast_policy, const std::string& names) {
     std::istringstream words(names);
@@ -83,7 +83,7 @@ void list(Lists& lists, CastPolicy cast_policy, Name... name) {
 #define APPEND_DTYPE(function, name, ...) list(lists, CastPolicy::fp32_append_dtype, name);
 #define PROMOTE(...) list(lists, CastPolicy::promote, NAME_OF(__VA_ARGS__));
 
-Lists lists_of_the_header() {
+Lists read_header_lists() {
   Lists lists;
   AT_FORALL_LOWER_PRECISION_FP(LOWER)
   AT_FORALL_FP32(FP32)
@@ -109,12 +109,12 @@ TEST(AutocastOpList, MatchesLibtorchSources) {
   GTEST_SKIP() << "the table is that of libtorch 2.11";
 #endif
   const auto cpu = mezzo::autocast_op_list(torch::kCPU);
-  EXPECT_EQ(as_map(cpu), cpu_lists_of_2_11());
+  EXPECT_EQ(as_map(cpu), make_cpu_lists_2_11());
   EXPECT_EQ(cpu.count(CastPolicy::fp32), 101U);
 }
 
 TEST(AutocastOpList, MatchesCudaMacros) {
-  auto lists = lists_of_the_header();
+  auto lists = read_header_lists();
   // Registered without the macros.
   lists.emplace("aten::cudnn_convolution", CastPolicy::lower_precision_fp);
   lists.emplace("aten::cudnn_convolution_transpose", CastPolicy::lower_precision_fp);

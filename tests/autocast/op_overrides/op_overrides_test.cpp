@@ -159,7 +159,7 @@ TEST(OpOverrides, PropagatesWithAutocastState) {
   EXPECT_EQ(propagated, kFloat);
 }
 
-TEST(OpOverrides, AppliesToGuardsAndCallablesOnDevice) {
+TEST(OpOverrides, AppliesToRegionsOnDevice) {
   const auto overrides = install_op_overrides(OpOverrides().deny("mm"));
   {
     const mezzo::AutocastGuard guard({.device_type = kCPU, .op_overrides = overrides});

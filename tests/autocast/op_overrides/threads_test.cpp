@@ -70,7 +70,7 @@ int in_threads(const Work& work) {
   return wrong;
 }
 
-TEST(OpOverridesThreads, EachThreadUsesItsOwnOverrides) {
+TEST(OpOverridesThreads, AreThreadLocal) {
   EXPECT_EQ(in_threads([](const Expectation& kind) { return run(kind, 400); }), 0);
 }
 

@@ -81,7 +81,7 @@ struct ThreeLossTraining {
 };
 
 // As Apex's test_multiple_models_optimizers_losses.
-TEST(AmpBackward, OverflowSkipsAndLowersOwnScaleOnly) {
+TEST(AmpBackward, OverflowLowersOnlyScaleOfLoss) {
   for (const auto& make : makers()) {
     for (const OptLevel& level : levels()) {
       for (const int bad_loss : {-1, 0, 1, 2}) {
@@ -278,7 +278,7 @@ TEST(AmpStateDict, ResumesFromApexAndFullForm) {
   EXPECT_EQ(resumed.state_dict(), state);
 }
 
-TEST(AmpStateDict, CheckpointValidatedBeforeLoading) {
+TEST(AmpStateDict, InvalidCheckpointThrowsBeforeLoading) {
   Vector model, other;
   torch::optim::SGD optimizer(model->parameters(), 1.0), other_optimizer(other->parameters(), 1.0);
   Amp one = mezzo::initialize(model, optimizer, OptLevel::O1(), {.verbosity = 0});

@@ -121,7 +121,7 @@ std::vector<Expected> expected_dtypes() {
   };
 }
 
-TEST(AmpInitialize, DtypesAtEveryLevelWithEveryOptimizer) {
+TEST(AmpInitialize, CastsPerLevelForEveryOptimizer) {
   for (const Expected& expected : expected_dtypes()) {
     for (const auto& make : optimizers()) {
       SCOPED_TRACE(expected.level);

@@ -94,7 +94,7 @@ TEST(AmpRecovery, StepSucceedsAfterStepThrew) {
   }
 }
 
-TEST(AmpRecovery, NewBatchAfterStepThrew) {
+TEST(AmpRecovery, ZeroGradDiscardsBatchAfterThrow) {
   for (const OptLevel& level : kLevels) {
     for (const bool delays : {false, true}) {
       for (const double max_norm : {kNoLimit, 100.0}) {
@@ -215,7 +215,7 @@ TEST(AmpRecovery, ContinuesAfterSkipCallbackThrew) {
 }
 
 // A step that throws after the optimizer has stepped.
-TEST(AmpRecovery, StepSucceedsAfterOptimizerThrewLate) {
+TEST(AmpRecovery, StepSucceedsAfterZeroingThrew) {
   struct Hiding : torch::optim::SGD {
     using SGD::SGD;
     torch::Tensor step(LossClosure /*closure*/ = nullptr) override {
@@ -264,7 +264,7 @@ TEST(AmpRecovery, ContinuesAfterGradientCannotBeAdded) {
   EXPECT_EQ(get_weight(training.model), 0.25F);
 }
 
-TEST(AmpBackward, InfInOneOptimizerSkipsAllOfLoss) {
+TEST(AmpBackward, InfSkipsAllOptimizersOfLoss) {
   for (const OptLevel& level : kLevels) {
     for (const bool delays : {false, true}) {
       TwoModelTraining training(level);

@@ -93,7 +93,7 @@ TEST(OptLevelOverrides, ReplaceOnlyNamedProperties) {
             "params=float32,compute=float32,output=float32");
 }
 
-TEST(OptLevelOverrides, AcceptLossScaleAsNumberOrText) {
+TEST(OptLevelOverrides, AcceptNumericOrTextLossScale) {
   EXPECT_EQ(OptLevel::O3({.loss_scale = "dynamic"}).loss_scale().max_scale, 16777216);
   EXPECT_EQ(OptLevel::O3({.loss_scale = std::string("128.0")}).loss_scale().init_scale, 128);
   EXPECT_EQ(OptLevel::O3({.loss_scale = 64}).loss_scale().init_scale, 64);
