@@ -18,7 +18,7 @@ SEEDS = {
                b"fp32_append_dtype aten::norm.Scalar\n", b"deny aten::bmn\n"],
     "scaler_state": [bytes([way, 3, 0, 1, 140, 3, 2, 9, 5, 1, 120]) + bytes(range(40)) for way in range(8)],
     "flags": [b"\0params=float32,compute=bfloat16,output=float32", b"\0p=f32,c=bf16,o=f32", b"\0half", b"\1O2,128.0",
-              b"\1O1_bf16,dynamic", b"\2\0auto", b"\2\1bf16", b"\2\0fp16", b"\2\0off", b"\3float16"],
+              b"\1O1_bf16,dynamic", b"\2\0auto", b"\2\1bf16", b"\2\0fp16", b"\2\0no", b"\3float16"],
 }
 
 WORDS = {
@@ -28,7 +28,7 @@ WORDS = {
                ".int", "bmm", "cat", "add_", "binary_cross_entropy", "#"],
     "scaler_state": ["\x00\x7f\xf0"],
     "flags": ["params", "compute", "output", "float32", "bfloat16", "float64", "half", "O0", "O3", "_bf16", "dynamic",
-              "1e38", "inf", "nan", "auto", "65536", "2147483648", "9223372036854775807"],
+              "1e38", "inf", "nan", "auto", "no", "fp16", "bf16", "65536", "2147483648", "9223372036854775807"],
 }
 
 

@@ -332,9 +332,9 @@ TEST(WeightStorage, PlainStorageWarns) {
     return warnings.texts;
   };
   EXPECT_THAT(warnings_of(WeightStorage::plain, models.low),
-              testing::Contains(
-                  testing::AllOf(HasSubstr("AdamW: parameter 0 of group 0 (bfloat16"),
-                                 HasSubstr("Use WeightStorage::fp32_master, or stochastic"))));
+              testing::Contains(testing::AllOf(
+                  HasSubstr("AdamW: parameter 0 of group 0 (bfloat16"),
+                  HasSubstr("Use WeightStorage::fp32_master, or stochastic_rounding"))));
   for (const auto storage : {WeightStorage::fp32_master, WeightStorage::split_master,
                              WeightStorage::stochastic_rounding}) {
     EXPECT_THAT(warnings_of(storage, models.low), testing::IsEmpty());

@@ -13,8 +13,7 @@
 #include <string>
 
 #if !defined(USE_C10D_GLOO) || !__has_include(<gloo/context.h>)
-#error \
-    "this header requires Gloo's headers: link the target mezzo::gloo, find_package(mezzo COMPONENTS gloo)"
+#error "this header needs Gloo: link the target mezzo::gloo, find_package(mezzo COMPONENTS gloo)"
 #endif
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 

@@ -16,7 +16,7 @@
 //   struct UnscaleKernel {
 //     C10_ALWAYS_INLINE static bool run(const void* from, void* to, int64_t count, double scale);
 //   };
-//   bool (*unscale)(const void*, void*, int64_t, double) = kernel_for_isa<UnscaleKernel, float>(best_isa());
+//   auto* const unscale = kernel_for_isa<UnscaleKernel, float>(best_isa());
 //
 // `run` and all functions that it calls must be C10_ALWAYS_INLINE, otherwise they are compiled for
 // the caller's target. Its arguments must not be vectors. `Vec` is ScalarVec<Element> or

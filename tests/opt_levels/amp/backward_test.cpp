@@ -330,7 +330,7 @@ TEST(Amp, ThrowsForWrongCallOrder) {
   expect([&] { amp.backward(loss, optimizer, {.loss_id = 1}); }, "loss_id is 1");
   expect([&] { amp.backward(loss, optimizer, {.loss_id = -1}); }, "loss_id is -1");
   expect([&] { amp.forward(Vector(nullptr), filled(0.5)); }, "an empty holder or a null pointer");
-  expect([&] { amp.backward(loss, {}); }, "backward: no optimizer");
+  expect([&] { amp.backward(loss, {}); }, "Amp: no optimizer");
   expect([&] { amp.backward(loss, unregistered); }, "was not passed to mezzo::initialize");
   expect([&] { amp.backward(torch::Tensor(), optimizer); }, "loss is undefined");
   amp.backward(loss, optimizer);

@@ -373,9 +373,9 @@ inline Amp::BackwardPass Amp::prepare_backward(const at::Tensor& loss,
                                                const ScaleLossOptions& options) {
   check_not_in_backward("backward");
   BackwardPass pass{&find_loss_scaler(options.loss_id), loss};
-  TORCH_CHECK(loss.defined(), "backward: loss is undefined; pass the result of the criterion");
+  TORCH_CHECK(loss.defined(), "Amp: loss is undefined; pass the result of the criterion");
   TORCH_CHECK(!optimizers.optimizers().empty(),
-              "backward: no optimizer; pass those that the loss is for, one or several in braces");
+              "Amp: no optimizer; pass those that the loss is for, one or several in braces");
   for (const auto* optimizer : optimizers.optimizers()) {
     pass.optimizers.push_back(&find_optimizer(*optimizer));
   }
@@ -454,7 +454,7 @@ inline void Amp::check_no_shared_parameters() const {
       const auto entry =
           optimizer_by_param.emplace(parameter.unsafeGetTensorImpl(), optimizer).first;
       TORCH_CHECK(
-          entry->second == optimizer, "backward: two optimizers hold ",
+          entry->second == optimizer, "Amp: two optimizers hold ",
           detail::OptimizerDescription{"", optimizer->param_groups()}.describe_param(parameter),
           ", and both would unscale its gradient; pass it to one of them");
     });

@@ -35,7 +35,9 @@ inline StepProgress read_progress(torch::serialize::InputArchive& archive, std::
     progress.applied_steps = value.toInt();
   }
   if (!archive.try_read("base_lrs", value)) return progress;
-  if (value.isDoubleList()) progress.base_lrs = value.toDoubleVector();
+  TORCH_CHECK(value.isDoubleList(), "The archive of ", owner, " has base lrs of type ",
+              value.tagKind(), "; it is corrupt: load an earlier one");
+  progress.base_lrs = value.toDoubleVector();
   const std::vector<double>& lrs = progress.base_lrs;
   TORCH_CHECK(lrs.size() == num_groups, "The archive of ", owner, " has a different number of ",
               "parameter groups, ", lrs.size(), ", than this optimizer, ", num_groups,
