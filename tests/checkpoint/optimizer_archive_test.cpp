@@ -98,21 +98,21 @@ struct OptimizerClass {
 };
 
 std::vector<OptimizerClass> classes() {
-  namespace mezzos = mezzo::optim;
-  namespace torchs = torch::optim;
+  namespace mezzo_optim = mezzo::optim;
+  namespace torch_optim = torch::optim;
   return {
-      {"AdamW", make_factory<mezzos::AdamW>(torchs::AdamWOptions(1e-3)), true},
-      {"Adam", make_factory<mezzos::Adam>(torchs::AdamOptions(1e-3)), true},
-      {"SGD", make_factory<mezzos::SGD>(torchs::SGDOptions(1e-3).momentum(0.9)), true},
-      {"Lion", make_factory<mezzos::Lion>(mezzos::LionOptions(1e-3)), true},
-      {"LAMB", make_factory<mezzos::LAMB>(mezzos::LAMBOptions(1e-3)), true},
-      {"Muon", make_factory<mezzos::Muon>(mezzos::MuonOptions(1e-3)), true},
-      {"AdamW8bit", make_factory<mezzos::AdamW8bit>(torchs::AdamWOptions(1e-3)), true},
-      {"AdamW", make_factory<torchs::AdamW>(torchs::AdamWOptions(1e-3)), false},
-      {"Adam", make_factory<torchs::Adam>(torchs::AdamOptions(1e-3)), false},
-      {"SGD", make_factory<torchs::SGD>(torchs::SGDOptions(1e-3).momentum(0.9)), false},
-      {"RMSprop", make_factory<torchs::RMSprop>(torchs::RMSpropOptions(1e-3)), false},
-      {"Adagrad", make_factory<torchs::Adagrad>(torchs::AdagradOptions(1e-3)), false},
+      {"AdamW", make_factory<mezzo_optim::AdamW>(torch_optim::AdamWOptions(1e-3)), true},
+      {"Adam", make_factory<mezzo_optim::Adam>(torch_optim::AdamOptions(1e-3)), true},
+      {"SGD", make_factory<mezzo_optim::SGD>(torch_optim::SGDOptions(1e-3).momentum(0.9)), true},
+      {"Lion", make_factory<mezzo_optim::Lion>(mezzo_optim::LionOptions(1e-3)), true},
+      {"LAMB", make_factory<mezzo_optim::LAMB>(mezzo_optim::LAMBOptions(1e-3)), true},
+      {"Muon", make_factory<mezzo_optim::Muon>(mezzo_optim::MuonOptions(1e-3)), true},
+      {"AdamW8bit", make_factory<mezzo_optim::AdamW8bit>(torch_optim::AdamWOptions(1e-3)), true},
+      {"AdamW", make_factory<torch_optim::AdamW>(torch_optim::AdamWOptions(1e-3)), false},
+      {"Adam", make_factory<torch_optim::Adam>(torch_optim::AdamOptions(1e-3)), false},
+      {"SGD", make_factory<torch_optim::SGD>(torch_optim::SGDOptions(1e-3).momentum(0.9)), false},
+      {"RMSprop", make_factory<torch_optim::RMSprop>(torch_optim::RMSpropOptions(1e-3)), false},
+      {"Adagrad", make_factory<torch_optim::Adagrad>(torch_optim::AdagradOptions(1e-3)), false},
   };
 }
 

@@ -273,7 +273,7 @@ with zipfile.ZipFile(sys.argv[1]) as archive:
             "11 [5, 0, 3] 2\n"
             "7 1099511627776 True B\xC3\xA4r \"1\" 8.0\n"
             "{'format': 2, 'step': 3400}\n"
-            "None mezzo checkpoint, format 2, CRC-32C of all before: \n"
+            "None mezzo checkpoint, format 2, CRC-32C of all preceding bytes: \n"
             "status 0");
 }
 

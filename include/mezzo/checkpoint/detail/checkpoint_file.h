@@ -46,7 +46,7 @@ namespace detail {
 
 inline constexpr const char* kCheckpointFormat = "2";
 inline constexpr std::string_view kCommentBegin = "mezzo checkpoint, format ";
-inline constexpr std::string_view kCommentEnd = ", CRC-32C of all before: ";
+inline constexpr std::string_view kCommentEnd = ", CRC-32C of all preceding bytes: ";
 inline constexpr std::size_t kCrcDigits = 8;
 inline constexpr const char* kMezzoKey = "mezzo";
 
