@@ -91,7 +91,7 @@ namespace page_distributed {
 extern mezzo::TrainingState state;
 extern mezzo::DistributedCheckpointManager checkpoints;
 extern std::int64_t steps;
-extern volatile std::sig_atomic_t asked_to_end;
+extern volatile std::sig_atomic_t stop_requested;
 void train_one_step();
 }  // namespace page_distributed
 namespace page_optimizers {
