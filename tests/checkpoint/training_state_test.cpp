@@ -403,7 +403,7 @@ TEST(TrainingState, InvalidMezzoStateThrowsBeforeLoading) {
   mezzo::LinearSchedule of_one(one, {.total_steps = 9}), of_two(two, {.total_steps = 9});
   EXPECT_THAT(error(of_one, of_two), HasSubstr("parameter groups, 1, than this optimizer, 2"));
   mezzo::LossScaleOptimizer scaled(one);
-  EXPECT_THAT(error(of_one, scaled), HasSubstr("the archive holds something else"));
+  EXPECT_THAT(error(of_one, scaled), HasSubstr("the archive is not a LossScaleOptimizer's"));
 }
 
 /// An object with lists, including an empty one.

@@ -168,7 +168,7 @@ TEST(ModuleContainers, LoadFromCheckpointWrappedOrNot) {
   checkpoints.save(mezzo::TrainingState().add("model", saved), 2);
   EXPECT_THAT(
       message_of([&] { checkpoints.load_latest(mezzo::TrainingState().add("model", loaded)); }),
-      HasSubstr("Unexpected key(s) in state_dict: \"list.3.bias\""));
+      HasSubstr("Unexpected key(s) in state_dict: \"list.3.weight\""));
 }
 
 }  // namespace
