@@ -13,10 +13,13 @@ using mezzo::detail::KernelBackend;
 
 #ifdef REGISTERS_KERNELS
 // Fake kernels instead of mezzo_cuda.cu, so that nvcc is not needed. Nothing runs on a GPU.
-static constexpr mezzo::detail::CudaKernels kKernels{
-    .supports = [](at::Device device) { return device.is_cuda(); },
-    .current_capture_id = [](at::Device) -> uint64_t { return 0; },
-    .exchange_capture_mode = [](at::Device, int mode) { return mode; }};
+static constexpr mezzo::detail::CudaKernels kKernels = [] {
+  mezzo::detail::CudaKernels kernels{};
+  kernels.supports = [](at::Device device) { return device.is_cuda(); };
+  kernels.current_capture_id = [](at::Device) -> uint64_t { return 0; };
+  kernels.exchange_capture_mode = [](at::Device, int mode) { return mode; };
+  return kernels;
+}();
 static const bool kIsRegistered = (mezzo::detail::register_cuda_kernels(kKernels), true);
 #endif
 
