@@ -33,6 +33,7 @@ namespace {
 using mezzo::optim::AdamWOptions;
 using mezzo::optim::WeightStorage;
 using test_support::expect_same;
+using test_support::get_param_state;
 using test_support::message_of;
 using test_support::TrainingOptions;
 using testing::HasSubstr;
@@ -270,6 +271,13 @@ TEST_P(EmulatedGpuTraining, ThrowsWithoutWarmUp) {
     warm.optimizer().set_lr_factors({1.0, 0.5});
     expect_throws(warm);
     if (options.unscales) warm.scaler().update();  // ends the iteration that threw
+    warm.iterate();
+    for (const at::Tensor& parameter : warm.parameters()) {  // other strides than the parameter's
+      auto& state = get_param_state<mezzo::optim::AdamWParamState>(warm.optimizer(), parameter);
+      state.exp_avg(at::stack({state.exp_avg(), state.exp_avg()}, -1).select(-1, 0));
+    }
+    expect_throws(warm);
+    if (options.unscales) warm.scaler().update();
     warm.iterate();
     warm.optimizer().state().clear();
     expect_throws(warm);
@@ -574,8 +582,8 @@ TEST_P(EmulatedGpuTraining, ZeroesSharedGradientAfterBothSteps) {
 TEST_P(EmulatedGpuTraining, DeviceCountStartsAtHostCount) {
   Training gpu(emulated_gpu::device());
   gpu.iterate();
-  auto& state = test_support::get_param_state<mezzo::optim::AdamWParamState>(gpu.optimizer(),
-                                                                             gpu.parameters()[0]);
+  auto& state =
+      get_param_state<mezzo::optim::AdamWParamState>(gpu.optimizer(), gpu.parameters()[0]);
   static_cast<torch::optim::AdamWParamState&>(state).step(41);
   gpu.iterate();
   EXPECT_EQ(state.step(), 42);

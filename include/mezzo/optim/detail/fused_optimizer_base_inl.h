@@ -111,29 +111,16 @@ MEZZO_INLINE FusedParamStateBase& FusedOptimizerBase::bind_state(
   return *fused_state;
 }
 
-/// Returns whether a kernel can update a moment in place.
-inline bool moment_matches_param(const at::Tensor& moment, at::ScalarType dtype,
-                                 const at::Tensor& parameter) {
-  return moment.defined() && moment.scalar_type() == dtype &&
-         moment.device() == parameter.device() && is_resolved(moment) &&
-         same_strides(parameter, moment);
-}
-
-/// Returns the k-th moment with the parameter's device and strides. Creates it if it is undefined
-/// and converts it if it has another dtype, device or layout.
+/// Returns the k-th moment as kernels update it. Creates it if it is undefined and converts it if
+/// it has another dtype, device or layout.
 inline at::Tensor& ensure_moment(FusedParamStateBase& fused_state, int k,
                                  optim::WeightStorage storage, const at::Tensor& parameter) {
   at::Tensor& moment = fused_state.moment(k);
   const at::ScalarType dtype = moment_dtype(parameter, storage);
-  if (moment_matches_param(moment, dtype, parameter)) return moment;
-  const bool has_dtype_and_device =
-      moment.defined() && moment.scalar_type() == dtype && moment.device() == parameter.device();
-  if (!has_dtype_and_device) check_not_capturing(parameter.device(), "a moment");
-  if (!moment.defined()) {
-    const auto options = parameter.options().requires_grad(false);
-    return moment = at::zeros_like(parameter, options.dtype(dtype), at::MemoryFormat::Preserve);
-  }
-  return moment = with_strides_of(parameter, moment.detach().to(parameter.device(), dtype));
+  if (moment.defined()) return moment = match_param_layout(parameter, moment, dtype, "a moment");
+  check_not_capturing(parameter.device(), "a moment");
+  const auto options = parameter.options().requires_grad(false);
+  return moment = at::zeros_like(parameter, options.dtype(dtype), at::MemoryFormat::Preserve);
 }
 
 /// Returns whether a step supports a gradient dtype other than the parameter's.
@@ -290,7 +277,7 @@ MEZZO_INLINE void FusedOptimizerBase::set_pointers(Param& param, FusedParamState
   const at::ScalarType dtype = moment_dtype(parameter, param.storage);
   for (int k = 0; k < hyper_params.num_moments; ++k) {
     const at::Tensor& moment = fused_state->moment(k);
-    if (!moment_matches_param(moment, dtype, parameter)) continue;
+    if (!has_param_layout(parameter, moment, dtype)) continue;
     param.pointers.moments[k] = moment.mutable_data_ptr();
   }
 }

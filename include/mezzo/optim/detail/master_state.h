@@ -108,6 +108,23 @@ inline void check_state_shape(const at::Tensor& state, const char* what,
               "optimizer.state().erase(parameter.unsafeGetTensorImpl())");
 }
 
+/// Returns whether kernels can update a state tensor of the parameter in place.
+inline bool has_param_layout(const at::Tensor& parameter, const at::Tensor& state,
+                             at::ScalarType dtype) {
+  return state.defined() && state.scalar_type() == dtype && state.device() == parameter.device() &&
+         is_resolved(state) && same_strides(parameter, state);
+}
+
+/// Returns a state tensor with `dtype` and the parameter's device and strides; a copy, if it has
+/// others.
+/// \throws c10::Error if a copy would be captured: each replay would restore the original
+inline at::Tensor match_param_layout(const at::Tensor& parameter, const at::Tensor& state,
+                                     at::ScalarType dtype, const char* what) {
+  if (has_param_layout(parameter, state, dtype)) return state;
+  check_not_capturing(parameter.device(), what);
+  return with_strides_of(parameter, state.detach().to(parameter.device(), dtype));
+}
+
 /// Creates the master if there is none, moves it to the parameter's device and strides, and copies
 /// an exposed master that the caller has written to the parameter.
 inline void prepare_master(const at::Tensor& parameter, MasterState& master_state) {
@@ -121,7 +138,7 @@ inline void prepare_master(const at::Tensor& parameter, MasterState& master_stat
     master_state.exposed_version = before._version();
   }
   master_state.master =
-      with_strides_of(parameter, master_state.master.to(parameter.device(), at::kFloat));
+      match_param_layout(parameter, master_state.master, at::kFloat, "a float32 master");
   if (!master_state.master.is_same(before)) master_state.exposed_version.reset();
 }
 
@@ -154,7 +171,8 @@ inline void prepare_low_bits(const at::Tensor& parameter, MasterState& master_st
         at::zeros_like(parameter, parameter.options().dtype(at::kShort).requires_grad(false),
                        at::MemoryFormat::Preserve);
   }
-  master_state.low_bits = with_strides_of(parameter, master_state.low_bits.to(parameter.device()));
+  master_state.low_bits =
+      match_param_layout(parameter, master_state.low_bits, at::kShort, "the low bits of weights");
 }
 
 }  // namespace detail
