@@ -266,7 +266,7 @@ TEST(MasterWeights, FollowsLrSchedule) {
   torch::optim::SGD inner({x}, torch::optim::SGDOptions(8.0));
   MasterWeights optimizer(inner);
   GradScaler scaler = make_silent_scaler();
-  mezzo::LinearSchedule make_fused_factory(optimizer, {.total_steps = 4});
+  mezzo::LinearSchedule schedule(optimizer, {.total_steps = 4});
   const std::vector<std::pair<float, double>> expected_weights_and_rates = {
       {8.0F, 6.0}, {8.0F, 6.0}, {14.0F, 4.0}};  // the second step is skipped
   for (const auto& [expected, next_rate] : expected_weights_and_rates) {
@@ -274,11 +274,11 @@ TEST(MasterWeights, FollowsLrSchedule) {
         torch::full_like(x, expected == 8.0F && x.item<float>() != 0 ? kInfinity : -kScale);
     const auto result = scaler.step(optimizer);
     scaler.update(kScale);
-    make_fused_factory.step(result);
+    schedule.step(result);
     EXPECT_EQ(x.item<float>(), expected);
     EXPECT_EQ(inner.param_groups()[0].options().get_lr(), next_rate);
   }
-  EXPECT_EQ(make_fused_factory.lrs(), std::vector<double>{4.0});
+  EXPECT_EQ(schedule.lrs(), std::vector<double>{4.0});
   optimizer.set_lr_factors({});
   torch::optim::StepLR theirs(inner, /*step_size=*/1, /*gamma=*/0.5);
   theirs.step();  // halves the lr at its second step
@@ -602,7 +602,7 @@ class MasterWeightsUnscale : public testing::TestWithParam<bool> {
   GradScaler scaler_ = make_silent_scaler();
 };
 INSTANTIATE_TEST_SUITE_P(Masters, MasterWeightsUnscale, testing::Bool(), [](const auto& one) {
-  return one.param ? "OfMezzosOptimizer" : "OfTheAdapter";
+  return one.param ? "FusedOptimizer" : "MasterWeights";
 });
 
 TEST_P(MasterWeightsUnscale, GradientsAreFloat32AndOnMasters) {
