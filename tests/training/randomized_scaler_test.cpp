@@ -179,8 +179,8 @@ class ScalerProgram : public Program {
         parameters.push_back(one.begins_group ? make_late_parameter(one)
                                               : make_parameter(one, one.dtype));
         if (!one.begins_group) continue;
-        add_param_group(*optimizer, make_group(one, parameters.back(),
-                                               optimizer->param_groups()[0].options()));
+        add_param_group(*optimizer,
+                        make_group(one, parameters.back(), optimizer->param_groups()[0].options()));
       }
       if (optimizer == nullptr) optimizer = make_optimizer(plain.config, parameters);
       if (plain.config.accumulates_in_float32) mezzo::accumulate_in_float(parameters);
