@@ -14,6 +14,8 @@ import sys
 # The oldest driver for each major version of CUDA: "Minor version compatibility" in NVIDIA's CUDA
 # compatibility guide, https://docs.nvidia.com/deploy/cuda-compatibility.
 OLDEST_DRIVER = {12: "525.60", 13: "580"}
+# PyPI's newest torch for each major version of CUDA, except that of bootstrap-requirements.txt.
+NEWEST_TORCH = {12: "2.10.0"}
 
 REQUIREMENTS = pathlib.Path(__file__).resolve().parent.parent / "bootstrap-requirements.txt"
 
@@ -60,6 +62,18 @@ def cuda_of(libtorch):
     return int(found[1])
 
 
+def check_driver(gpu, libtorch):
+    """Raises VersionMismatch, with the libtorch to use, if the driver is too old for the CUDA of this one. Returns its CUDA version."""
+    cuda = cuda_of(libtorch)
+    driver, oldest = gpu["driver"], OLDEST_DRIVER.get(cuda)
+    if oldest and numbers(driver) < numbers(oldest):
+        usable = [major for major in NEWEST_TORCH if numbers(driver) >= numbers(OLDEST_DRIVER[major])]
+        other = "".join(f", or use a libtorch for CUDA {major}: python3 -m pip install torch=={NEWEST_TORCH[major]} (or set Torch_DIR), "
+                        f"with an nvcc {major} first on PATH" for major in usable)
+        raise VersionMismatch(f"the driver {driver} is older than {oldest}, which libtorch for CUDA {cuda} needs: update the driver{other}")
+    return cuda
+
+
 def nvcc_major(output):
     """Parses the major version in the output of `nvcc --version`."""
     found = re.search(r"release (\d+)\.", output)
@@ -76,11 +90,7 @@ def check(found, libtorch, nvcc_output):
     if not re.fullmatch(r"\d+\.\d+", gpu["compute_capability"]):
         raise VersionMismatch(f"nvidia-smi reports no compute capability for {gpu['gpu']} (\"{gpu['compute_capability']}\"): its driver "
                      "is too old")
-    cuda = cuda_of(libtorch)
-    oldest = OLDEST_DRIVER.get(cuda)
-    if oldest and numbers(gpu["driver"]) < numbers(oldest):
-        raise VersionMismatch(f"the driver {gpu['driver']} is older than {oldest}, which libtorch for CUDA {cuda} needs: update the "
-                     "driver, or set Torch_DIR to a libtorch for an older CUDA")
+    cuda = check_driver(gpu, libtorch)
     nvcc = cuda if libtorch == "wheel" else nvcc_major(nvcc_output)
     if nvcc != cuda:
         raise VersionMismatch(f"nvcc has CUDA {nvcc}, libtorch has CUDA {cuda}: put the directory of an nvcc {cuda} first on PATH, "

@@ -169,6 +169,10 @@ def check_pack(gpu):
     if not runs_on(capability, built):
         sys.exit(f"run: the kernels were compiled for {built}, but {gpu['gpu']} has {capability}: pack again with "
                  f"TORCH_CUDA_ARCH_LIST={capability}")
+    try:
+        check_gpu_environment.check_driver(gpu, libtorch)
+    except check_gpu_environment.VersionMismatch as mismatch:
+        sys.exit(f"run: {mismatch}")
     use_libraries_of(libtorch)
     return dict(packed, libtorch=version or packed["libtorch"], libtorch_folder=str(libtorch))
 

@@ -260,6 +260,7 @@ if(NOT TARGET mezzo::libtorch)
     mezzo_add_rpath_link_options()
   endif()
   set_target_properties(mezzo::libtorch PROPERTIES MEZZO_CUDA_NOT_FOUND_REASON "${MEZZO_TORCH_CUDA_NOT_FOUND_REASON}")
+  target_compile_features(mezzo::libtorch INTERFACE cxx_std_20)  # as in the package of libtorch 2.15
   # libtorch was compiled by a g++ that mangles Tensor::const_data_ptr<T> as Clang did before 18.
   target_compile_options(mezzo::libtorch INTERFACE
     "$<$<AND:$<COMPILE_LANG_AND_ID:CXX,Clang>,$<VERSION_GREATER_EQUAL:$<CXX_COMPILER_VERSION>,18>>:-fclang-abi-compat=17>")

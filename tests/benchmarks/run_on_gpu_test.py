@@ -81,7 +81,7 @@ class FakeMachine:
             (self.root / directory).mkdir(parents=True)
         for file in (".deps/ner.txt", "mine/share/cmake/Torch/TorchConfig.cmake", "mine/lib/libtorch_cuda.so"):
             (self.root / file).touch()
-        (self.root / "mine/share/cmake/Torch/TorchConfigVersion.cmake").write_text('set(PACKAGE_VERSION "2.11.0")\n')
+        (self.root / "mine/share/cmake/Torch/TorchConfigVersion.cmake").write_text('set(PACKAGE_VERSION "2.15.0")\n')
         self.write_model([1.5, -2.0])
         rows = [{"what": "copy", "peer": "copy_", "gpu_ms": 0.05, "ms": 0.06, "host_us": 9, "gb_per_s": 4000.0},
                 {"what": "step", "peer": "mezzo", "gpu_ms": 0.1, "ms": 0.2, "host_us": 50, "gb_per_s": 3000.0, "launches": 2},
@@ -156,7 +156,15 @@ class Bootstrap(unittest.TestCase):
         self.assertLess(parts.index("BERT NER, bf16"), parts.index("compute-sanitizer memcheck"))
 
     def test_fails_for_old_driver(self):
-        self.assert_fails_with("the driver 570.86.15 is older than 580, which libtorch for CUDA 13 needs", DRIVER="570.86.15")
+        message = "the driver {} is older than 580, which libtorch for CUDA 13 needs: update the driver{}"
+        cuda_12 = ", or use a libtorch for CUDA 12: python3 -m pip install torch==2.10.0"
+        for torch_dir in ({}, {"Torch_DIR": None}):
+            self.assert_fails_with(message.format("570.86.15", cuda_12), DRIVER="570.86.15", **torch_dir)
+        self.assert_fails_with(message.format("470.57.02", "\n"), DRIVER="470.57.02")
+
+    def test_fails_for_python_without_wheel(self):
+        self.machine.write(".deps/venv/bin/python", "echo 10")
+        self.assert_fails_with("PyPI's libtorch is for Python 3.11 to 3.15, and .deps/venv/bin/python is 3.10", Torch_DIR=None)
 
     def test_fails_for_libtorch_without_cuda(self):
         (self.machine.root / "mine/lib/libtorch_cuda.so").unlink()
@@ -298,7 +306,7 @@ class Bootstrap(unittest.TestCase):
     def test_pack_has_libraries_and_float16_weights(self):
         node = self.unpack()
         packed = json.loads((node / "packed.json").read_text())
-        self.assertEqual((packed["architectures"], packed["libtorch"], packed["needs"]), ("8.0;9.0+PTX", "2.11.0", "GLIBC_2.34"))
+        self.assertEqual((packed["architectures"], packed["libtorch"], packed["needs"]), ("8.0;9.0+PTX", "2.15.0", "GLIBC_2.34"))
         self.assertEqual(sorted(path.name for path in (node / "lib").iterdir()), ["libown.so.1"])
         weights = (node / "model/model.safetensors").read_bytes()
         self.assertEqual(struct.unpack("<2e", weights[-4:]), (1.5, -2.0))
@@ -310,7 +318,7 @@ class Bootstrap(unittest.TestCase):
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
         page = (node / "results/gpu.md").read_text()
         self.assertIn("| tests, mezzo's kernels | ok |", page)
-        self.assertIn("libtorch 2.11.0", page)
+        self.assertIn("libtorch 2.15.0", page)
         self.assertIn(f'"what": "{node}/lib:{self.machine.root}/mine/lib', done.stdout)
 
     def test_archive_fails_without_libtorch(self):
@@ -323,7 +331,12 @@ class Bootstrap(unittest.TestCase):
         (self.machine.root / "mine/share/cmake/Torch/TorchConfigVersion.cmake").write_text('set(PACKAGE_VERSION "2.10.1")\n')
         done = self.run_archive(node)
         self.assertEqual(done.returncode, 1)
-        self.assertIn("the programs were built for libtorch 2.11.0, but", done.stderr)
+        self.assertIn("the programs were built for libtorch 2.15.0, but", done.stderr)
+
+    def test_archive_fails_for_old_driver(self):
+        done = self.run_archive(self.unpack(), DRIVER="570.86.15")
+        self.assertEqual(done.returncode, 1)
+        self.assertIn("run: the driver 570.86.15 is older than 580", done.stderr)
 
     def test_archive_fails_for_other_gpu_architecture(self):
         node = self.unpack()

@@ -77,7 +77,9 @@ TEST(UnderflowReport, MatchesFloat8Casts) {
     const LayerRangeStats expected = stats_by_casting(values, dtype, normal);
     EXPECT_NEAR(layer.underflow, expected.underflow, 1e-9) << dtype;
     EXPECT_NEAR(layer.subnormal, expected.subnormal, 1e-9) << dtype;
-    EXPECT_NEAR(layer.overflow, expected.overflow, 1e-9) << dtype;
+    // By the format: libtorch's casts to float8_e4m3fn saturate in 2.15, and made NaN in 2.11.
+    const double largest = dtype == torch::kFloat8_e5m2 ? 57344 : 448;
+    EXPECT_EQ(layer.overflow, (values > largest).to(torch::kDouble).mean().item<double>()) << dtype;
   }
 }
 

@@ -141,9 +141,40 @@ def check_errors(root, torch):
     return faults if headings else ["docs/errors.md has no headings"]
 
 
+# --- docs/install.md, libtorch's internal API -------------------------------------------------------------------------
+
+# Names of libtorch that are internal by namespace, underscore or header.
+INTERNAL = re.compile(r"""\bat::(?:autocast|detail|native|sequence_number)::\w+|\bat::_\w+|\bat::RecordFunction::\w+_\b|
+                          \bc10::(?:cuda::)?impl::(?:\w+::)*\w+|\bc10::Dispatcher\b|\bcaffe2::\w+::\w+|
+                          \btorch::autograd::impl::\w+|\btorch::jit::\w+|\btorch::serialize::\w+::\w+_\b""", re.X)
+
+
+def check_internals(root):
+    """The table names what the headers use: each name occurs in each of its paths, and each internal name of the headers is in it."""
+    page = (root / "docs/install.md").read_text(encoding="utf-8")
+    section = re.search(r"^## libtorch's internal API\n(.*?)^## ", page, re.M | re.S)
+    rows = [line.split(" | ") for line in section[1].splitlines() if line.startswith("| `")] if section else []
+    code = {path: re.sub(r"//.*", "", path.read_text(encoding="utf-8")) for path in sorted((root / "include/mezzo").rglob("*.[hc]*"))}
+    faults, listed = [], []
+    for names, _, places, _ in rows:
+        patterns = [re.escape(name).replace(r"\*", r"\w*") for name in re.findall(r"`([^`]+)`", names)]
+        listed += patterns
+        for place in re.findall(r"`([^`]+)`", places):
+            texts = [text for path, text in code.items() if str(path.relative_to(root / "include/mezzo")).startswith(place)]
+            if not any(re.search(rf"\b{pattern}\b", text) for pattern in patterns for text in texts):
+                faults.append(f"docs/install.md: mezzo/{place} uses none of {names.strip('| ')}")
+        faults += [f"docs/install.md: mezzo's headers do not use {pattern}" for pattern in patterns
+                   if not any(re.search(rf"\b{pattern}\b", text) for text in code.values())]
+    for path, text in code.items():
+        faults += [f"{path.relative_to(root)} uses {name}, which the table of libtorch's internal API in docs/install.md lacks"
+                   for name in sorted(set(INTERNAL.findall(text))) if not any(re.fullmatch(pattern, name) for pattern in listed)]
+    return faults if rows else ["docs/install.md has no table of libtorch's internal API"]
+
+
 def main():
     what, root, *more = sys.argv[1], *(pathlib.Path(argument).resolve() for argument in sys.argv[2:])
-    checks = {"links": check_links, "readme": check_readme, "status": check_status, "errors": check_errors}
+    checks = {"links": check_links, "readme": check_readme, "status": check_status, "errors": check_errors,
+              "internals": check_internals}
     faults = checks[what](root, *more)
     print("\n".join(faults))
     return 1 if faults else 0

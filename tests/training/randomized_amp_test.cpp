@@ -279,8 +279,8 @@ class AmpProgram : public Program {
     if (!weight.begins_group) {
       return side.optimizer->param_groups()[0].params().push_back(parameter);
     }
-    side.optimizer->add_param_group(make_group(weight, parameter, *side.options,
-                                               side.has_options_of_file || random_.one_in(2)));
+    add_param_group(*side.optimizer, make_group(weight, parameter, *side.options,
+                                                side.has_options_of_file || random_.one_in(2)));
   }
 
   void compare_scales() override {

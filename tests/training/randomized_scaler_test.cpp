@@ -150,8 +150,8 @@ class ScalerProgram : public Program {
     auto& torch_optimizer = optimizer(i);
     if (!weight.begins_group)
       return torch_optimizer.param_groups()[0].params().push_back(parameter);
-    torch_optimizer.add_param_group(
-        make_group(weight, parameter, torch_optimizer.param_groups()[0].options()));
+    add_param_group(torch_optimizer,
+                    make_group(weight, parameter, torch_optimizer.param_groups()[0].options()));
   }
   bool has_unscaled_grads(std::size_t) const override {
     return true;
@@ -179,8 +179,8 @@ class ScalerProgram : public Program {
         parameters.push_back(one.begins_group ? make_late_parameter(one)
                                               : make_parameter(one, one.dtype));
         if (!one.begins_group) continue;
-        optimizer->add_param_group(
-            make_group(one, parameters.back(), optimizer->param_groups()[0].options()));
+        add_param_group(*optimizer,
+                        make_group(one, parameters.back(), optimizer->param_groups()[0].options()));
       }
       if (optimizer == nullptr) optimizer = make_optimizer(plain.config, parameters);
       if (plain.config.accumulates_in_float32) mezzo::accumulate_in_float(parameters);

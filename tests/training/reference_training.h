@@ -547,6 +547,19 @@ inline torch::optim::OptimizerParamGroup make_group(const ReferenceWeight& weigh
   return group;
 }
 
+/// Adds a group by the member of the optimizer's class. libtorch's own, which is not virtual, would
+/// since 2.12 replace options of a class that it does not know.
+inline void add_param_group(torch::optim::Optimizer& optimizer,
+                            const torch::optim::OptimizerParamGroup& group) {
+  if (auto* const lion = dynamic_cast<mezzo::optim::Lion*>(&optimizer)) {
+    lion->add_param_group(group);
+  } else if (auto* const lamb = dynamic_cast<mezzo::optim::LAMB*>(&optimizer)) {
+    lamb->add_param_group(group);
+  } else {
+    optimizer.add_param_group(group);
+  }
+}
+
 /// Resets `parameter` in an optimizer's groups, and returns a reference to it. Erases its state,
 /// except for mezzo's optimizers, which must detect the removal.
 inline Tensor& clear_parameter_slot(torch::optim::Optimizer& optimizer, const Tensor& parameter,

@@ -33,7 +33,7 @@ struct LayerRangeStats {
   double zero = 0;               ///< equal to 0
   double underflow = 0;          ///< nonzero, but rounded to 0 in the dtype
   double subnormal = 0;          ///< subnormal in the dtype, with fewer bits of precision
-  double overflow = 0;           ///< finite, but inf in the dtype
+  double overflow = 0;           ///< finite, but beyond the dtype's range
   double nonfinite = 0;          ///< inf or NaN
   /// Exponents e, 2^e <= |value| < 2^(e + 1), of the smallest and largest finite nonzero magnitude.
   std::optional<int> min_exponent = std::nullopt;
