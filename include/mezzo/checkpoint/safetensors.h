@@ -25,7 +25,6 @@
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
@@ -33,6 +32,7 @@
 #include <set>
 #include <string>
 #include <string_view>
+#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -143,18 +143,19 @@ inline std::string memory_key(const at::Tensor& tensor) {
 /// \throws c10::Error for an invalid file, and for a dtype that libtorch lacks (F4, F6)
 inline TensorDict load_safetensors(const std::filesystem::path& path) {
   std::filesystem::path file = path;
-  if (std::filesystem::is_directory(path)) {
+  std::error_code ignored;
+  if (std::filesystem::is_directory(path, ignored)) {
     file /= "model.safetensors";
-    if (!std::filesystem::exists(file)) file += ".index.json";
+    if (!std::filesystem::exists(file, ignored)) file += ".index.json";
   }
   return file.extension() == ".json" ? detail::load_safetensors_shards(file)
                                      : detail::load_safetensors_file(file);
 }
 
 /// Copies tensors to the parameters and buffers of a module with the same names, converted to their
-/// dtypes and devices. A tied weight needs one of its names.
-/// \throws c10::Error, before anything is written, for a tensor of another shape, and if `strict`
-///   for missing and unexpected keys
+/// dtypes and devices. One name of a tied weight suffices. Lists mismatches as load_state_dict.
+/// \throws c10::Error, before anything is written, for a tensor of another shape, for different
+///   values of a tied weight, and if `strict` for missing and unexpected keys
 inline IncompatibleKeys load_safetensors(const detail::ModelRef& model, const TensorDict& tensors,
                                          const LoadSafetensorsOptions& options = {}) {
   const TensorDict state_dict = detail::get_dense_state_dict(model);
@@ -223,22 +224,21 @@ inline IncompatibleKeys load_safetensors(const detail::ModelRef& model,
   }
 }
 
-/// Replaces the file at `path` atomically by one of these tensors, which equals the file of
+/// Writes tensors to `path`, replacing it atomically, as checkpoints are. The file equals that of
 /// Python's save_file. Device and non-contiguous tensors are copied one at a time.
-/// \param metadata  strings; transformers needs the default
-/// \throws c10::Error for a dtype or layout that the format lacks, and on system errors
+/// \param metadata  transformers requires the default
+/// \throws c10::Error for a dtype or layout that the format lacks, and on system errors; the file at
+///   `path` is then unchanged
 inline void save_safetensors(const TensorDict& tensors, const std::filesystem::path& path,
                              const std::map<std::string, std::string>& metadata = {
                                  {"format", "pt"}}) {
   detail::check_is_dense(tensors);
-  constexpr auto& kDtypes = detail::kSafetensorsDtypes;
   std::vector<detail::SafetensorsEntry> entries;
   for (const auto& [name, tensor] : tensors) {
-    const auto* const dtype = std::find(kDtypes.begin(), kDtypes.end(), tensor.scalar_type());
-    TORCH_CHECK(dtype != kDtypes.end() && name != "__metadata__", name, " (",
+    const auto dtype = detail::find_index(detail::kSafetensorsDtypes, tensor.scalar_type());
+    TORCH_CHECK(dtype < detail::kSafetensorsDtypes.size() && name != "__metadata__", name, " (",
                 detail::describe(tensor), "): safetensors lacks this dtype or reserves this name");
-    const auto dtype_index = static_cast<std::size_t>(dtype - kDtypes.begin());
-    entries.push_back({name, dtype_index, tensor.sizes().vec(), 0, tensor.nbytes()});
+    entries.push_back({name, dtype, tensor.sizes().vec(), 0, tensor.nbytes()});
   }
   const std::string header = detail::make_safetensors_header(entries, metadata);
   detail::replace_atomically(path, [&](detail::AtomicFile& file) {

@@ -56,6 +56,12 @@ inline constexpr std::array<const char*, 19> kSafetensorsDtypeNames{
 
 inline constexpr std::uint64_t kMaxSafetensorsHeader = 100'000'000;
 
+/// Returns the index of `value`, or the size of `array` if it is not found.
+template <class Array, class Value>
+std::size_t find_index(const Array& array, const Value& value) {
+  return static_cast<std::size_t>(std::find(array.begin(), array.end(), value) - array.begin());
+}
+
 struct SafetensorsEntry {
   std::string name;
   std::size_t dtype = 0;  ///< index in kSafetensorsDtypes
@@ -81,10 +87,8 @@ inline SafetensorsEntry read_safetensors_entry(JsonReader& json, const std::stri
   });
   TORCH_CHECK(!dtype.empty() && has_shape && shape.size() <= 64 && offsets.size() == 2, name,
               " lacks a dtype, a shape of at most 64 dimensions, or two data_offsets");
-  const auto& names = kSafetensorsDtypeNames;
-  const auto index =
-      static_cast<std::size_t>(std::find(names.begin(), names.end(), dtype) - names.begin());
-  TORCH_CHECK(index < names.size(), name, " has the dtype ", dtype,
+  const std::size_t index = find_index(kSafetensorsDtypeNames, dtype);
+  TORCH_CHECK(index < kSafetensorsDtypes.size(), name, " has the dtype ", dtype,
               ", which libtorch lacks; convert it, for example to BF16");
   std::uint64_t bytes = c10::elementSize(kSafetensorsDtypes[index]);
   bool overflows = false;
@@ -92,7 +96,7 @@ inline SafetensorsEntry read_safetensors_entry(JsonReader& json, const std::stri
     overflows |= c10::mul_overflows(bytes, std::max<std::uint64_t>(size, 1), &bytes) ||
                  bytes > std::numeric_limits<std::int64_t>::max();
   }
-  if (std::find(shape.begin(), shape.end(), 0U) != shape.end()) bytes = 0;
+  if (find_index(shape, 0U) < shape.size()) bytes = 0;
   TORCH_CHECK(!overflows && offsets[0] <= offsets[1] && offsets[1] - offsets[0] == bytes, name,
               ": the data_offsets [", c10::Join(", ", offsets), "] do not match ", dtype,
               " of shape [", c10::Join(", ", shape), "]");
