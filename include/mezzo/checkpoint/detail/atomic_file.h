@@ -145,9 +145,9 @@ class AtomicFile {
   bool is_committed_ = false;
 };
 
-/// Writes `target` atomically by `write(file)`, and returns its size in bytes. Calls `warn` if it
-/// may not survive a system crash. \param directory_error  errno of a failed fsync of the
-/// directory's parents, or 0
+/// Writes `target` atomically by `write(file)`, and returns its size in bytes. Calls `warn` if the
+/// file may not survive a system crash.
+/// \param directory_error  errno of a failed fsync of the directory's parents, or 0
 template <class Write, class Warn>
 std::uint64_t write_atomically(const std::filesystem::path& target, int directory_error,
                                const Write& write, const Warn& warn) {

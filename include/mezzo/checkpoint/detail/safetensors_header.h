@@ -109,9 +109,8 @@ inline std::vector<SafetensorsEntry> read_safetensors_header(std::string_view fi
   TORCH_CHECK(std::endian::native == std::endian::little, "safetensors needs a little-endian CPU");
   std::uint64_t length = 0;
   if (file.size() > sizeof length) std::memcpy(&length, file.data(), sizeof length);
-  TORCH_CHECK(length > 0 &&
-                  length <= std::min(kMaxSafetensorsHeader, file.size() - sizeof length) &&
-                  file[sizeof length] == '{',
+  TORCH_CHECK(length > 0 && length <= kMaxSafetensorsHeader &&
+                  length <= file.size() - sizeof length && file[sizeof length] == '{',
               "it is not a safetensors file, or is truncated; convert a pickle with "
               "safetensors.torch.save_file, and fetch a Git LFS pointer with `git lfs pull`");
   std::vector<SafetensorsEntry> entries;
