@@ -6,6 +6,7 @@
 // DATA has CoNLL columns: word TAB BIO tag, with an empty line between sentences; a fifth is held
 // out for evaluation. OUT is a file for torch::load. MEZZO_MIXED_PRECISION=no|bf16|fp16|auto sets
 // the precision. Tokenizes ASCII as BERT does; ../bert_ner supports Unicode.
+#include <mezzo/checkpoint/safetensors.h>
 #include <mezzo/mezzo.h>
 
 #include <torch/torch.h>
@@ -112,28 +113,13 @@ std::string read_file(const std::filesystem::path& path) {
   return {std::istreambuf_iterator<char>(file), {}};
 }
 
-// Loads a safetensors file: the length of the header, a JSON header, and the bytes of all tensors.
+// Loads the encoder. A file of an encoder alone has names without "bert.".
 void load_weights(nn::Module& model, const std::filesystem::path& path) {
-  const std::string file = read_file(path);
-  uint64_t length = 0;
-  if (file.size() >= 8) std::memcpy(&length, file.data(), 8);
-  TORCH_CHECK(length > 0 && length < file.size() - 8, path,
-              " is not a safetensors file, or is truncated");
-  const json header = json::parse(file.substr(8, length));
-  const std::string_view data = std::string_view(file).substr(8 + length);
-  for (auto& parameter : model.named_parameters()) {
-    if (parameter.key().starts_with("classifier")) continue;
-    // Files with only the encoder have names without "bert.".
-    const std::string& name = parameter.key();
-    const auto entry = header.value(name, header.value(name.substr(5), json::object()));
-    const uint64_t size = parameter->nbytes();
-    TORCH_CHECK(entry.value("dtype", "") == "F32" && entry.at("shape") == parameter->sizes().vec(),
-                path, ": ", name, " must have dtype F32 and shape ", parameter->sizes());
-    const uint64_t begin = entry.at("data_offsets").at(0);
-    TORCH_CHECK(begin <= data.size() && size <= data.size() - begin, path, " is truncated at ",
-                name);
-    std::memcpy(parameter->mutable_data_ptr(), data.data() + begin, size);
-  }
+  const auto tensors = mezzo::load_safetensors(path);
+  const bool has_prefix = tensors.contains("bert.embeddings.word_embeddings.weight");
+  const auto keys = mezzo::load_safetensors(model.named_children()["bert"], tensors,
+                                            {.strict = false, .prefix = has_prefix ? "bert." : ""});
+  TORCH_CHECK(keys.missing_keys.empty(), path, " lacks ", c10::Join(", ", keys.missing_keys));
 }
 
 // Splits a lower-cased word at punctuation, and into the longest pieces in the vocabulary

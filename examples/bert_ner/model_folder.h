@@ -3,92 +3,18 @@
 /// the tokenizer's configuration.
 #pragma once
 
+#include <mezzo/checkpoint/safetensors.h>
+
+#include <algorithm>
 #include <cstdint>
-#include <cstring>
 #include <map>
-#include <set>
 #include <string>
-#include <string_view>
-#include <utility>
 #include <vector>
 
 #include "bert.h"
 #include "wordpiece.h"
 
 namespace bert_ner {
-
-/// Size of the header's length, with which a safetensors file begins; the JSON header and the bytes
-/// of all tensors follow.
-inline constexpr int64_t kLengthBytes = 8;
-
-/// Maps a file into memory (torch::from_file). The CPU tensors keep it mapped, and read it when
-/// they are
-/// used. \throws InputError with the file and the tensor
-inline std::map<std::string, torch::Tensor> read_safetensors(const fs::path& path) {
-  const std::map<std::string, torch::ScalarType> dtypes{
-      {"BOOL", torch::kBool},   {"F16", torch::kFloat16}, {"BF16", torch::kBFloat16},
-      {"F32", torch::kFloat32}, {"F64", torch::kFloat64}, {"I64", torch::kInt64}};
-  const std::string origin = path.string();
-  std::error_code error;
-  const auto size = static_cast<int64_t>(fs::file_size(path, error));  // -1 if it does not exist
-  int64_t length = -1;
-  torch::Tensor bytes;
-  if (size > kLengthBytes) {
-    bytes = torch::from_file(origin, /*shared=*/false, size, torch::kUInt8);
-    std::memcpy(&length, bytes.const_data_ptr(), kLengthBytes);
-  }
-  if (length < 2 || length > size - kLengthBytes) {
-    throw InputError(
-        origin + ": is not a safetensors file, or is truncated; convert a pickle with " +
-        "safetensors.torch.save_file, and fetch a Git LFS pointer with `git lfs pull`");
-  }
-  const auto* const text = static_cast<const char*>(bytes.const_data_ptr()) + kLengthBytes;
-  const auto header = parse_json({text, static_cast<std::size_t>(length)}, origin);
-  const auto data = bytes.slice(0, kLengthBytes + length);
-  std::map<std::string, torch::Tensor> tensors;
-  for (const auto& [name, entry] : header.items()) {
-    if (name == "__metadata__") continue;
-    try {  // view throws for bytes beyond the file
-      const auto [begin, end] = entry.at("data_offsets").get<std::pair<int64_t, int64_t>>();
-      const auto dtype = dtypes.find(entry.at("dtype"));
-      TORCH_CHECK(dtype != dtypes.end(), "has the dtype ", entry.at("dtype").dump(),
-                  "; convert it to F32, F16 or BF16");
-      auto tensor = data.slice(0, begin, end);
-      // Other writers do not align tensors.
-      if (tensor.storage_offset() % c10::elementSize(dtype->second) != 0) tensor = tensor.clone();
-      tensors[name] =
-          tensor.view(dtype->second).view(entry.at("shape").get<std::vector<int64_t>>());
-    } catch (const std::exception& error) {
-      throw InputError(origin + ": \"" + name + "\" " + message_of(error));
-    }
-  }
-  return tensors;
-}
-
-/// Writes the float32 or bfloat16 parameters of `module` by name, like write_file. \throws InputError if
-/// the file cannot be written
-inline void write_safetensors(const fs::path& path, const torch::nn::Module& module) {
-  nlohmann::ordered_json entries{{"__metadata__", {{"format", "pt"}}}};
-  std::vector<torch::Tensor> tensors;
-  std::size_t offset = 0;
-  for (const auto& parameter : module.named_parameters()) {
-    const auto& tensor = tensors.emplace_back(parameter->detach().cpu().contiguous());
-    entries[parameter.key()] = {{"dtype", tensor.scalar_type() == torch::kFloat32 ? "F32" : "BF16"},
-                                {"shape", tensor.sizes().vec()},
-                                {"data_offsets", {offset, offset + tensor.nbytes()}}};
-    offset += tensor.nbytes();
-  }
-  std::string header = entries.dump();
-  header.append((kLengthBytes - header.size() % kLengthBytes) % kLengthBytes, ' ');
-  const uint64_t length = header.size();
-  write_file(path, [&](std::ostream& file) {
-    file.write(reinterpret_cast<const char*>(&length), sizeof length) << header;
-    for (const auto& tensor : tensors) {
-      file.write(static_cast<const char*>(tensor.const_data_ptr()),
-                 static_cast<std::streamsize>(tensor.nbytes()));
-    }
-  });
-}
 
 /// Validates the fields of config.json that the model uses.
 /// \throws InputError with the field and its valid values
@@ -176,42 +102,32 @@ inline void set_labels(ModelFiles& files, const std::vector<std::string>& labels
 /// Whether the classifier's weights are initialized or loaded.
 enum class Head { initialized, from_file };
 
-/// Loads `model` from `folder/model.safetensors`. Names may have the prefix `bert.`, and the older
-/// suffixes `gamma` and `beta`. Floating-point dtypes are converted to float32. Tensors of other
-/// heads (pooler, language model) are ignored.
+/// Loads `model` from `folder/model.safetensors`. Names may lack the prefix `bert.`, and may have
+/// the older suffixes `gamma` and `beta`. Tensors are converted to float32. Those of other heads
+/// (pooler, language model) are ignored.
 /// \throws InputError for a tensor that is missing, unexpected, or has another shape
 inline void load_weights(BertForTokenClassification& model, const fs::path& folder, Head head) {
-  const torch::NoGradGuard no_grad;
   const auto path = folder / "model.safetensors";
-  const auto check = [&](bool is_valid, const std::string& what) {
-    if (is_valid) return;
-    throw InputError(path.string() + ": " + what +
-                     "; are config.json and model.safetensors of the same model?");
-  };
-  auto parameters = model->named_parameters();
-  std::set<std::string> loaded;
-  for (const auto& [file_name, tensor] : read_safetensors(path)) {
+  mezzo::TensorDict tensors;
+  for (const auto& [file_name, tensor] : mezzo::load_safetensors(path)) {
     std::string name = file_name;
     if (name.ends_with("LayerNorm.gamma")) name.replace(name.size() - 5, 5, "weight");
     if (name.ends_with("LayerNorm.beta")) name.replace(name.size() - 4, 4, "bias");
     if (name.starts_with("embeddings.") || name.starts_with("encoder.")) name.insert(0, "bert.");
-    auto* const parameter = parameters.find(name);
-    if (name.starts_with("classifier.") && head == Head::initialized) continue;
-    if (name == "bert.embeddings.position_ids") continue;  // always 0, 1, 2, ...
-    if (parameter == nullptr) {
-      check(!name.starts_with("bert.embeddings.") && !name.starts_with("bert.encoder."),
-            "unexpected tensor " + file_name);
-      continue;
-    }
-    check(tensor.sizes() == parameter->sizes() && tensor.is_floating_point(),
-          c10::str(file_name, " is ", tensor.scalar_type(), " of ", tensor.sizes(),
-                   "; according to config.json it has floats of ", parameter->sizes()));
-    parameter->copy_(tensor);
-    loaded.insert(name);
+    const bool is_used = name.starts_with("bert.embeddings.") ||
+                         name.starts_with("bert.encoder.") || name.starts_with("classifier.");
+    // The positions are always 0, 1, 2, ...
+    if (is_used && name != "bert.embeddings.position_ids") tensors[name] = tensor;
   }
-  for (const auto& name : parameters.keys()) {
-    const bool is_new_head = head == Head::initialized && name.starts_with("classifier.");
-    check(is_new_head || loaded.contains(name), "missing tensor " + name);
+  try {
+    if (head == Head::from_file) {
+      mezzo::load_safetensors(model, tensors);
+    } else {
+      mezzo::load_safetensors(model->named_children()["bert"], tensors, {.prefix = "bert."});
+    }
+  } catch (const c10::Error& error) {
+    throw InputError(path.string() + ": " + message_of(error) +
+                     "; are config.json and model.safetensors of the same model?");
   }
 }
 
@@ -222,7 +138,7 @@ inline void write_model_folder(const fs::path& folder, const ModelFiles& files,
   for (const auto& [name, text] : files.texts) {
     write_file(folder / name, [&text = text](std::ostream& file) { file << text; });
   }
-  write_safetensors(folder / "model.safetensors", *model);
+  mezzo::save_safetensors(model, folder / "model.safetensors");
 }
 
 }  // namespace bert_ner

@@ -1,5 +1,6 @@
 /// \file
-/// Checkpoints of the whole state of a training run.
+/// Checkpoints of the whole state of a training run, and weights in the safetensors format.
 #pragma once
 
-#include <mezzo/checkpoint/checkpoint.h>  // IWYU pragma: export
+#include <mezzo/checkpoint/checkpoint.h>   // IWYU pragma: export
+#include <mezzo/checkpoint/safetensors.h>  // IWYU pragma: export

@@ -15,8 +15,8 @@ namespace {
 class BertModel : public testing::Test {
  protected:
   const std::filesystem::path data_ = BERT_NER_TEST_DATA;
-  std::map<std::string, torch::Tensor> expected_ =
-      read_safetensors(data_ / "tiny_bert_expectation.safetensors");
+  mezzo::TensorDict expected_ =
+      mezzo::load_safetensors(data_ / "tiny_bert_expectation.safetensors");
 
   BertForTokenClassification model(double dropout = 0) const {
     BertForTokenClassification made(ModelFiles(data_ / "tiny_bert").config, 5, dropout);

@@ -306,7 +306,7 @@ TEST_F(BertNerProgram, InconsistentModelDirectoryFails) {
   expect_error("config.json", "{", {"config.json", "not valid JSON"});
   expect_error("model.safetensors", weights.substr(0, 5), {"model.safetensors", "truncated"});
   expect_error("model.safetensors", weights.substr(0, weights.size() - 4),
-               {"model.safetensors: \""});
+               {"model.safetensors", "bytes of data"});
   config["intermediate_size"] = 7;
   expect_error("config.json", config.dump(), {"model.safetensors", "of the same model?"});
   config["hidden_size"] = -1;

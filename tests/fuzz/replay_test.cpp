@@ -52,6 +52,9 @@ TEST(FuzzCorpus, PickleInputsLoadOrThrow) {
 TEST(FuzzCorpus, OpOverrideInputsParseOrThrow) {
   EXPECT_THAT(failed_inputs("op_overrides", fuzz::op_overrides), IsEmpty());
 }
+TEST(FuzzCorpus, SafetensorsInputsLoadOrThrow) {
+  EXPECT_THAT(failed_inputs("safetensors", fuzz::safetensors), IsEmpty());
+}
 TEST(FuzzCorpus, ScalerStateInputsLoadOrThrow) {
   EXPECT_THAT(failed_inputs("scaler_state", fuzz::scaler_state), IsEmpty());
 }

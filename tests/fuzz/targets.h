@@ -16,6 +16,7 @@ void checkpoint(std::string_view bytes);
 void flags(std::string_view bytes);
 void op_overrides(std::string_view bytes);
 void pickle(std::string_view bytes);
+void safetensors(std::string_view bytes);
 void scaler_state(std::string_view bytes);
 
 inline void require(bool holds, const char* property) {

@@ -20,6 +20,16 @@ using TensorsByName = std::vector<std::pair<std::string, at::Tensor>>;
 
 namespace detail {
 
+/// Returns the tensors of a module by their keys in Python's state_dict.
+template <class Module>
+TensorsByName get_state_dict(const Module& module) {
+  TensorsByName tensors = module.named_parameters().pairs();
+  const TensorsByName buffers = module.named_buffers().pairs();
+  tensors.insert(tensors.end(), buffers.begin(), buffers.end());
+  std::erase_if(tensors, [](const auto& named) { return !named.second.defined(); });
+  return tensors;
+}
+
 /// Collects the defined tensors of `named_parameters()` or `named_buffers()` of C++ and TorchScript
 /// modules, each once. A tied weight has its first name.
 class UniqueTensorCollector {

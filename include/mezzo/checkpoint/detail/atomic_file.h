@@ -145,5 +145,37 @@ class AtomicFile {
   bool is_committed_ = false;
 };
 
+/// Writes `target` atomically by `write(file)`, and returns its size in bytes. Calls `warn` if the
+/// file may not survive a system crash.
+/// \param directory_error  errno of a failed fsync of the directory's parents, or 0
+template <class Write, class Warn>
+std::uint64_t write_atomically(const std::filesystem::path& target, int directory_error,
+                               const Write& write, const Warn& warn) {
+  AtomicFile file(target);
+  write(file);
+  const int file_error = file.commit();
+  const int error = file_error != 0 ? file_error : directory_error;
+  if (error != 0) {
+    warn(target.string() +
+         " is written, but may not survive a system crash: closing it, or fsync of its directory, "
+         "failed: " +
+         errno_message(error));
+  }
+  return file.size();
+}
+
+/// Writes `path` atomically, and returns its size. Follows symlinks, creates the parent directories
+/// and removes temporaries of killed writers.
+template <class Write>
+std::uint64_t replace_atomically(const std::filesystem::path& path, const Write& write) {
+  const std::filesystem::path target = resolve_replaceable_path(path);
+  const int directory_error = create_and_fsync_directories(target.parent_path());
+  remove_stale_temporaries(target.parent_path(), [&target](const std::string& name) {
+    return name == target.filename();
+  });
+  return write_atomically(target, directory_error, write,
+                          [](const std::string& text) { TORCH_WARN(text); });
+}
+
 }  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -102,8 +102,10 @@ MEZZO_INLINE SavedCheckpoint CheckpointManager::write(const c10::IValue& root_di
               "elsewhere");
   const std::filesystem::path target =
       directory_ / detail::CheckpointName{last + 1, step}.filename();
-  const std::uint64_t size_bytes = detail::write_checkpoint_file(
-      target, root_dict, directory_error, [this](const std::string& text) {
+  const std::uint64_t size_bytes = detail::write_atomically(
+      target, directory_error,
+      [&root_dict](detail::AtomicFile& file) { detail::write_zip(file, root_dict); },
+      [this](const std::string& text) {
         if (!std::exchange(warned_not_durable_, true)) warn(text);
       });
   std::int64_t kept = 0;
@@ -181,13 +183,8 @@ namespace detail {
 
 inline SavedCheckpoint replace_checkpoint_file(const std::filesystem::path& path,
                                                const c10::IValue& root_dict) {
-  const std::filesystem::path target = resolve_replaceable_path(path);
-  const int directory_error = create_and_fsync_directories(target.parent_path());
-  remove_stale_temporaries(target.parent_path(), [&target](const std::string& name) {
-    return name == target.filename();
-  });
-  return {path, write_checkpoint_file(target, root_dict, directory_error,
-                                      [](const std::string& text) { TORCH_WARN(text); })};
+  return {path,
+          replace_atomically(path, [&root_dict](AtomicFile& file) { write_zip(file, root_dict); })};
 }
 
 MEZZO_INLINE SavedCheckpoint write_state_dict(const std::filesystem::path& path,

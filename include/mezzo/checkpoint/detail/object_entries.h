@@ -39,15 +39,6 @@ inline at::Tensor detach_for_saving(const at::Tensor& tensor) {
 
 // --- Modules and vectors of tensors, loaded in place ---------------------------------------------
 
-/// Returns the tensors of a module by their keys in Python's state_dict.
-inline TensorsByName get_state_dict(const torch::nn::Module& module) {
-  TensorsByName tensors = module.named_parameters().pairs();
-  const TensorsByName buffers = module.named_buffers().pairs();
-  tensors.insert(tensors.end(), buffers.begin(), buffers.end());
-  std::erase_if(tensors, [](const auto& named) { return !named.second.defined(); });
-  return tensors;
-}
-
 inline std::string describe_dtype_and_shape(const at::Tensor& tensor) {
   return c10::str(dtype_name(tensor.scalar_type()), " ", tensor.sizes());
 }

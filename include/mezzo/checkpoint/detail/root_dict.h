@@ -1,7 +1,6 @@
 #pragma once
 
 #include <mezzo/base/version.h>
-#include <mezzo/checkpoint/detail/atomic_file.h>
 #include <mezzo/checkpoint/detail/checkpoint_file.h>
 #include <mezzo/checkpoint/detail/stateful.h>
 #include <mezzo/optim/detail/ema_params.h>
@@ -10,8 +9,6 @@
 #include <c10/util/Exception.h>
 
 #include <cstdint>
-#include <filesystem>
-#include <functional>
 #include <string>
 #include <vector>
 
@@ -31,7 +28,7 @@ inline void check_no_ema_guard() {
   TORCH_CHECK(
       averaged_parameters().withLock([](const auto& all) { return all.empty(); }),
       "a parameter holds an average while an EmaGuard is alive; destroy the guard first (to "
-      "export the averages, torch::save the model)");
+      "export the averages, save_safetensors(model, path))");
 }
 
 /// Returns a warning about the first module buffer with inf or NaN, or an empty string.
@@ -79,24 +76,6 @@ inline c10::IValue make_root_dict(const PythonDict& values, std::int64_t step,
   PythonDict root_dict = values.copy();
   root_dict.insert(kMezzoKey, metadata);
   return root_dict;
-}
-
-/// Writes a checkpoint, and returns its size in bytes.
-/// \param directory_error  errno of a failed fsync of the directory's parents, or 0
-inline std::uint64_t write_checkpoint_file(const std::filesystem::path& target,
-                                           const c10::IValue& root_dict, int directory_error,
-                                           const std::function<void(const std::string&)>& warn) {
-  AtomicFile file(target);
-  write_zip(file, root_dict);
-  const int file_error = file.commit();
-  const int error = file_error != 0 ? file_error : directory_error;
-  if (error != 0) {
-    warn(target.string() +
-         " is written, but may not survive a system crash: closing it, or fsync "
-         "of its directory, failed: " +
-         errno_message(error));
-  }
-  return file.size();
 }
 
 }  // namespace detail
