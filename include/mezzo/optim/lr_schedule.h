@@ -191,9 +191,15 @@ class LrSchedule {
 
 /// Warmup and linear decay.
 using LinearSchedule = LrSchedule<LinearCurve>;
-/// Warmup and cosine decay.
+/// Warmup and constant lr.
+using ConstantSchedule = LrSchedule<ConstantCurve>;
+/// Warmup and cosine decay, with or without restarts.
 using CosineSchedule = LrSchedule<CosineCurve>;
+/// Rise to the base lr and decay below the first lr.
+using OneCycleSchedule = LrSchedule<OneCycleCurve>;
 /// Warmup and polynomial decay.
 using PolynomialSchedule = LrSchedule<PolynomialCurve>;
+/// Warmup, constant lr and decay.
+using WarmupStableDecaySchedule = LrSchedule<WarmupStableDecayCurve>;
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
