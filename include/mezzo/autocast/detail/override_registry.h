@@ -202,7 +202,7 @@ class OverrideRegistry {
     const std::lock_guard lock(mutex_);
     RegisteredOp& registered_op = find_or_create(*handle);
     if (registered_op.is_installed) return;
-    for (const auto device : kAutocastDevices) {
+    for (const auto device : autocast_devices()) {
       if (!handle->hasKernelForDispatchKey(autocast_key(device))) {  // a probe would find mezzo's
         registered_op.registered_policies[autocast_device_index(device)] = CastPolicy::fallthrough;
       }
