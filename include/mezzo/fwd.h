@@ -18,31 +18,22 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
 class Amp;
 struct AutocastOptions;
-class AutocastState;
 class CheckpointManager;
 class DistributedCheckpointManager;
 class DivergenceMonitor;
 class Ema;
-struct EmaOptions;
-class FiniteGradAccumulator;
 class GradBuckets;
 class GradReducer;
 class GradScaler;
-struct GradScalerOptions;
 class GradientAccumulation;
 class LossScaleOptimizer;
 class MasterWeights;
 class MetricsLogger;
-struct MixedPrecisionPolicy;
 class OpOverrides;
 class OptLevel;
 class OptimizerRef;
-class OverflowReport;
-struct PrecisionReport;
 class RunReport;
 struct SkippedStep;
-struct StepMetrics;
-struct StepOptions;
 class StepResult;
 class TrainingState;
 

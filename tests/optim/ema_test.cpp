@@ -342,11 +342,10 @@ TEST(Ema, CopyToThrowsForAnotherModel) {
   torch::nn::Linear linear(3, 3);
   Ema ema(model.parameters()), other({weight({1})});
   const torch::Tensor before = wider.norm->weight.detach().clone();
-  EXPECT_THAT(
-      message_of([&] { ema.copy_to(model, wider); }),
-      HasSubstr("norm.weight (float32 [3] on cpu) of the model is norm.weight (float32 [4]"));
+  EXPECT_THAT(message_of([&] { ema.copy_to(model, wider); }),
+              HasSubstr("the destination has no norm.weight of the shape [3]"));
   EXPECT_THAT(message_of([&] { ema.copy_to(model, *linear); }),
-              HasSubstr("the model has 7 parameters and buffers, and the destination 2"));
+              HasSubstr("parameters or buffers, and the destination 2"));
   EXPECT_THAT(message_of([&] { other.copy_to(model, model); }),
               HasSubstr("the model has no parameter of this Ema"));
   EXPECT_TRUE(torch::equal(wider.norm->weight, before));
@@ -389,7 +388,7 @@ TEST(Ema, RoundTripsOnlyIntoSameModel) {
   std::stringstream without_count;
   archive.save_to(without_count);
   EXPECT_THAT(message_of([&] { torch::load(loaded, without_count); }),
-              HasSubstr("has no count \"num_updates\""));
+              HasSubstr("has no \"num_updates\""));
   EXPECT_TRUE(torch::equal(loaded.averages()[0], torch::tensor({5.0F, 4.0F})));
 }
 

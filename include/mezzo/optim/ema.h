@@ -8,7 +8,6 @@
 #include <mezzo/base/detail/inference_mode.h>
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/detail/tensor_groups.h>
-#include <mezzo/base/tensors_by_name.h>
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/graph_capture.h>
 #include <mezzo/optim/detail/ema_params.h>
@@ -30,8 +29,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <string>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -118,21 +115,16 @@ class Ema {
 
  private:
   friend class EmaGuard;
-  /// What one update adds to each average: `weight` times its distance from the weight.
-  struct Update {
-    at::Tensor found_inf;         // undefined if the host decided the step
-    double weight = 0;            // 1 - decay
-    at::Tensor weight_on_device;  // replaces `weight` if defined
-  };
   bool has_constant_decay() const {
     return options_.warmup == EmaWarmup::none && !options_.decay_function;
   }
-  at::Tensor compute_warmup_weight(at::ScalarType dtype) const;
+  at::Tensor compute_lerp_weight(at::ScalarType dtype) const;
   void check_parameters() const;
   std::vector<at::Tensor> get_weights() const;
   void lerp_averages(const std::vector<at::Tensor>& averages,
-                     const std::vector<at::Tensor>& weights, const Update& update) const;
-  void lerp_all_averages(const Update& update);
+                     const std::vector<at::Tensor>& weights, const at::Tensor& lerp_weight,
+                     const at::Tensor& found_inf) const;
+  void lerp_all_averages(const at::Tensor& lerp_weight, const at::Tensor& found_inf = {});
   void update_on_device(const at::Tensor& found_inf);
 
   std::vector<at::Tensor> parameters_;
@@ -204,8 +196,9 @@ inline std::vector<at::Tensor> Ema::get_weights() const {
   return weights;
 }
 
-/// Returns 1 - decay of the next update, on the device of the count.
-inline at::Tensor Ema::compute_warmup_weight(at::ScalarType dtype) const {
+/// Returns 1 - decay of the next update: on the device of the count, or on the CPU if constant.
+inline at::Tensor Ema::compute_lerp_weight(at::ScalarType dtype) const {
+  if (has_constant_decay()) return at::scalar_tensor(1.0 - options_.decay, at::kDouble);
   const at::Tensor n = num_updates_.to(dtype).add(1);
   const at::Tensor weight = options_.warmup == EmaWarmup::num_updates
                                 ? n.add(10).reciprocal().mul(9)
@@ -213,25 +206,26 @@ inline at::Tensor Ema::compute_warmup_weight(at::ScalarType dtype) const {
   return weight.clamp_min(1.0 - options_.decay);
 }
 
-/// Computes averages += weight * (weights - averages) unless `found_inf` (a scalar on any device,
-/// or undefined) is nonzero. All tensors have one device and dtype; each pair has the same strides.
+/// Computes averages += lerp_weight * (weights - averages) unless `found_inf` (a scalar on any
+/// device, or undefined) is nonzero. All tensors have one device and dtype; each pair has the same
+/// strides.
 inline void Ema::lerp_averages(const std::vector<at::Tensor>& averages,
-                               const std::vector<at::Tensor>& weights, const Update& update) const {
-  if (!update.found_inf.defined()) {
-    at::_foreach_lerp_(averages, weights, update.weight);
+                               const std::vector<at::Tensor>& weights,
+                               const at::Tensor& lerp_weight, const at::Tensor& found_inf) const {
+  if (!found_inf.defined()) {
+    at::_foreach_lerp_(averages, weights, lerp_weight.item());
     return;
   }
-  // This update is SGD with the weights as gradients, weight_decay -1 and lr -weight. ATen's fused
-  // SGD reads found_inf on the device, and writes nothing if it is 1.
+  // This update is SGD with the weights as gradients, weight_decay -1 and lr -lerp_weight. ATen's
+  // fused SGD reads found_inf on the device, and writes nothing if it is 1.
   const at::Device device = averages.front().device();
-  const at::Tensor found_inf = update.found_inf.to(device).ne(0).to(at::kFloat);
   const auto step = [&](const auto& lr) {
     at::_fused_sgd_(averages, weights, {}, /*weight_decay=*/-1.0, /*momentum=*/0.0, lr,
                     /*dampening=*/0.0, /*nesterov=*/false, /*maximize=*/false,
-                    /*is_first_step=*/false, /*grad_scale=*/{}, found_inf);
+                    /*is_first_step=*/false, /*grad_scale=*/{},
+                    found_inf.to(device).ne(0).to(at::kFloat));
   };
-  update.weight_on_device.defined() ? step(update.weight_on_device.to(device).neg())
-                                    : step(-update.weight);
+  has_constant_decay() ? step(-lerp_weight.item<double>()) : step(lerp_weight.to(device).neg());
   for (const at::Tensor& average : averages) {  // _fused_sgd_ does not bump versions
     if (!average.is_inference()) average.unsafeGetTensorImpl()->bump_version();
   }
@@ -239,7 +233,7 @@ inline void Ema::lerp_averages(const std::vector<at::Tensor>& averages,
 
 /// Updates all averages. Weights that need a conversion are updated one at a time, so that only one
 /// copy exists at a time.
-inline void Ema::lerp_all_averages(const Update& update) {
+inline void Ema::lerp_all_averages(const at::Tensor& lerp_weight, const at::Tensor& found_inf) {
   const detail::NoGradInferenceGuard no_grad;
   const std::vector<at::Tensor> current = get_weights();
   using TensorGroup = std::pair<std::vector<at::Tensor>, std::vector<at::Tensor>>;
@@ -250,7 +244,7 @@ inline void Ema::lerp_all_averages(const Update& update) {
     average = average.to(weight.device(),
                          detail::accum_dtype(weight));  // if the parameter was moved or cast
     if (weight.scalar_type() != average.scalar_type() || weight.strides() != average.strides()) {
-      lerp_averages({average}, {at::empty_like(average).copy_(weight)}, update);
+      lerp_averages({average}, {at::empty_like(average).copy_(weight)}, lerp_weight, found_inf);
       continue;
     }
     auto& [averages, weights] = groups.get(average);
@@ -258,93 +252,79 @@ inline void Ema::lerp_all_averages(const Update& update) {
     weights.push_back(weight);
   }
   for (const auto& [device, dtype, pairs] : groups) {
-    lerp_averages(pairs.first, pairs.second, update);
+    lerp_averages(pairs.first, pairs.second, lerp_weight, found_inf);
   }
 }
 
 inline void Ema::update() {
-  if (has_constant_decay()) return lerp_all_averages({.weight = 1.0 - options_.decay});
+  if (has_constant_decay()) return lerp_all_averages(compute_lerp_weight(at::kDouble));
   if (!options_.decay_function && !num_updates_.is_cpu()) {
     return update_on_device(at::zeros({}, num_updates_.options().dtype(at::kFloat)));
   }
   TORCH_CHECK(averages_.empty() || detail::current_capture_id(averages_.front().device()) == 0,
-              "Ema: this update's decay would be repeated by each replay of the captured CUDA "
-              "graph; pass the result of a step that the device decides, ema.update(result), or "
-              "update after the replay");
+              "Ema: each replay of the captured CUDA graph would repeat this update's decay; pass "
+              "the result of a step that the device decides, or update after the replay");
   const int64_t n = num_updates() + 1;
-  double weight = 0;
+  at::Tensor lerp_weight;
   if (options_.decay_function) {
     const double decay = options_.decay_function(n);
     TORCH_CHECK(detail::is_at_least(decay, 0) && decay <= 1, "Ema: decay_function(", n,
                 ") returned ", decay, "; it should return a decay from 0 to 1");
-    weight = 1.0 - decay;
+    lerp_weight = at::scalar_tensor(1.0 - decay, at::kDouble);
   } else {
-    weight = compute_warmup_weight(at::kDouble).item<double>();
+    lerp_weight = compute_lerp_weight(at::kDouble);
   }
-  lerp_all_averages({.weight = weight});
+  lerp_all_averages(lerp_weight);
   num_updates_.fill_(n);
 }
 
 inline void Ema::update(const StepResult& result) {
   const at::Tensor found_inf = result.found_inf_on_device();
-  if (!found_inf.defined() || options_.decay_function) {
-    if (result.applied()) update();
-  } else {
-    update_on_device(found_inf);
-  }
+  if (found_inf.defined() && !options_.decay_function) return update_on_device(found_inf);
+  if (result.applied()) update();
 }
 
 /// Updates unless `found_inf` is nonzero. Asynchronous.
 inline void Ema::update_on_device(const at::Tensor& found_inf) {
-  if (has_constant_decay()) {
-    return lerp_all_averages({.found_inf = found_inf, .weight = 1.0 - options_.decay});
-  }
   const detail::NoGradInferenceGuard no_grad;
-  if (num_updates_.device() != found_inf.device()) {
+  if (!has_constant_decay() && num_updates_.device() != found_inf.device()) {
     detail::check_not_capturing(found_inf.device(), "the count of updates");
     num_updates_ = num_updates_.to(found_inf.device());
   }
-  lerp_all_averages(
-      {.found_inf = found_inf, .weight_on_device = compute_warmup_weight(at::kFloat)});
-  num_updates_.add_(found_inf.reshape({}).eq(0));
+  lerp_all_averages(compute_lerp_weight(at::kFloat), found_inf);
+  if (!has_constant_decay()) num_updates_.add_(found_inf.reshape({}).eq(0));
 }
 
 inline void Ema::copy_to(const torch::nn::Module& model, torch::nn::Module& destination) const {
   const c10::NoGradGuard no_grad;
   check_parameters();
-  std::unordered_map<const c10::TensorImpl*, at::Tensor> averages;
-  for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    averages[parameters_[i].unsafeGetTensorImpl()] = averages_[i];
-  }
-  const auto get_tensors = [](const torch::nn::Module& module) {
-    detail::UniqueTensorCollector collector;
-    TensorsByName tensors = collector.collect(module.named_parameters());
-    const TensorsByName buffers = collector.collect(module.named_buffers());
-    tensors.insert(tensors.end(), buffers.begin(), buffers.end());
-    return tensors;
-  };
-  TensorsByName sources = get_tensors(model);
-  const TensorsByName targets = get_tensors(destination);
-  TORCH_CHECK(sources.size() == targets.size(), "Ema::copy_to: the model has ", sources.size(),
-              " parameters and buffers, and the destination ", targets.size(),
-              "; construct the destination as the model");
+  std::vector<std::pair<at::Tensor, at::Tensor>> copies;  // to, from
   bool has_average = false;
-  for (std::size_t i = 0; i < sources.size(); ++i) {
-    auto& [name, source] = sources[i];
-    const auto& [target_name, target] = targets[i];
-    TORCH_CHECK(name == target_name && source.sizes() == target.sizes(), "Ema::copy_to: ", name,
-                " (", detail::describe(source), ") of the model is ", target_name, " (",
-                detail::describe(target),
-                ") in the destination; construct the destination as the model");
-    const auto average = averages.find(source.unsafeGetTensorImpl());
-    if (average == averages.end()) continue;
-    source = average->second;
-    has_average = true;
-  }
+  const auto add = [&](const auto& from, const auto& to) {
+    TORCH_CHECK(from.size() == to.size(), "Ema::copy_to: the model has ", from.size(),
+                " parameters or buffers, and the destination ", to.size(),
+                "; construct the destination as the model");
+    for (const auto& item : from) {
+      const at::Tensor* const target = to.find(item.key());
+      TORCH_CHECK(target != nullptr && target->sizes() == item.value().sizes(),
+                  "Ema::copy_to: the destination has no ", item.key(), " of the shape ",
+                  item.value().sizes(), "; construct the destination as the model");
+      const auto found = std::ranges::find_if(parameters_, [&](const at::Tensor& parameter) {
+        return parameter.is_same(item.value());
+      });
+      has_average |= found != parameters_.end();
+      copies.emplace_back(*target,
+                          found == parameters_.end()
+                              ? item.value()
+                              : averages_[static_cast<std::size_t>(found - parameters_.begin())]);
+    }
+  };
+  add(model.named_parameters(), destination.named_parameters());
+  add(model.named_buffers(), destination.named_buffers());
   TORCH_CHECK(has_average,
               "Ema::copy_to: the model has no parameter of this Ema; pass the model whose "
               "parameters are averaged, then the destination");
-  for (std::size_t i = 0; i < sources.size(); ++i) targets[i].second.copy_(sources[i].second);
+  for (const auto& [to, from] : copies) to.copy_(from);
   detail::clear_autocast_cache();
 }
 
@@ -385,8 +365,7 @@ inline std::vector<at::Tensor> read_averages(torch::serialize::InputArchive& arc
 inline int64_t read_num_updates(torch::serialize::InputArchive& archive) {
   c10::IValue value;
   TORCH_CHECK(archive.try_read("num_updates", value) && value.isInt() && value.toInt() >= 0,
-              "The archive of an Ema has no count \"num_updates\"; it is corrupt: load an earlier "
-              "one");
+              "The archive of an Ema has no \"num_updates\"; it is corrupt: load an earlier one");
   return value.toInt();
 }
 

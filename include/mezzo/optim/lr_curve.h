@@ -34,12 +34,12 @@ namespace detail {
 template <class Step>
 double anneal(DecayType type, Step step, Step begin, Step end, double from, double to) {
   const auto length = static_cast<double>(end - begin);
-  const double done = length > 0 ? std::clamp(static_cast<double>(step - begin) / length, 0.0, 1.0)
-                                 : double{step >= end};
+  const double ratio = length > 0 ? static_cast<double>(step - begin) / length : step >= end;
+  const double done = std::clamp(ratio, 0.0, 1.0);
   const double remaining = type == DecayType::linear ? 1 - done
-                           : type == DecayType::one_minus_sqrt
-                               ? 1 - std::sqrt(done)
-                               : 0.5 * (1 + std::cos(std::numbers::pi * done));
+                           : type == DecayType::cosine
+                               ? 0.5 * (1 + std::cos(std::numbers::pi * done))
+                               : 1 - std::sqrt(done);
   return to + (from - to) * remaining;
 }
 

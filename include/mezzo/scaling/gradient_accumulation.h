@@ -39,18 +39,11 @@ class MicroBatchPosition {
 };
 
 /// Counts the micro-batches of a trainer that is called back with each batch; a loop over a loader
-/// uses micro_batches:
+/// uses micro_batches. docs/guide.md has the callback:
 ///
-///     mezzo::GradientAccumulation accumulation(/*gradient_accumulation_steps=*/4);
-///
-///     void training_step(const Batch& batch) {
-///       accumulation.next();
-///       scaler.scale(accumulation.normalize_loss(compute_loss(batch))).backward();
-///       if (!accumulation.is_last()) return;
-///       scaler.step(optimizer);
-///       scaler.update();
-///       optimizer.zero_grad();
-///     }
+///     accumulation.next();
+///     scaler.scale(accumulation.normalize_loss(loss)).backward();
+///     if (accumulation.is_last()) ...                   // step, update, zero_grad
 ///
 /// With `batches_per_epoch` a window ends with the epoch, and the losses of a smaller last window
 /// are divided by its size. Without it, windows continue in the next epoch. In a

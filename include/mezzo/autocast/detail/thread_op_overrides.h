@@ -33,8 +33,8 @@ using PerDeviceType = std::array<T, c10::COMPILE_TIME_MAX_DEVICE_TYPES>;
 inline void check_autocast_device(c10::DeviceType device) {
   if (has_autocast(device)) return;
   std::string supported;
-  for (const c10::DeviceType other : autocast_devices()) {
-    supported += (supported.empty() ? "" : ", ") + c10::DeviceTypeName(other, /*lower_case=*/true);
+  for (const auto& [type, key] : autocast_devices()) {
+    supported += (supported.empty() ? "" : ", ") + c10::DeviceTypeName(type, /*lower_case=*/true);
   }
   TORCH_CHECK(false, "User specified an unsupported autocast device_type '",
               c10::DeviceTypeName(device, /*lower_case=*/true),
@@ -99,7 +99,7 @@ inline bool is_eligible(const at::Tensor& tensor, c10::DeviceType device) {
 
 /// Returns the device whose autocast is enabled in this thread and may cast this tensor.
 inline std::optional<c10::DeviceType> eligible_autocast_device(const at::Tensor& tensor) {
-  for (const auto device : autocast_devices()) {
+  for (const auto& [device, key] : autocast_devices()) {
     if (is_eligible(tensor, device) && at::autocast::is_autocast_enabled(device)) return device;
   }
   return std::nullopt;

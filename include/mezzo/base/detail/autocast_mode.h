@@ -14,8 +14,6 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/macros/Export.h>
 
-#include <array>
-#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -39,41 +37,39 @@ TORCH_API Tensor cached_cast(c10::ScalarType to_type, const Tensor& arg,
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// Returns the dispatch key of autocast on `device`, by libtorch's map from backends to keys;
-/// Undefined if it has none: then libtorch has no autocast for the device.
-inline c10::DispatchKey autocast_key(c10::DeviceType device) {
-  static const auto keys = [] {
-    std::array<c10::DispatchKey, c10::COMPILE_TIME_MAX_DEVICE_TYPES> all{};
+struct AutocastDevice {
+  c10::DeviceType type;
+  c10::DispatchKey key;
+};
+
+/// Returns the device types that libtorch has autocast for, by its map from backends to keys.
+inline const std::vector<AutocastDevice>& autocast_devices() {
+  static const auto& devices = *[] {
+    auto* const all = new std::vector<AutocastDevice>;
     constexpr auto kEnd = static_cast<std::uint8_t>(c10::BackendComponent::EndOfBackendKeys);
     for (std::uint8_t i = 1; i <= kEnd; ++i) {
       const auto backend = static_cast<c10::BackendComponent>(i);
-      const auto key = c10::getAutocastRelatedKeySetFromBackend(backend).highestPriorityTypeId();
-      if (key == c10::DispatchKey::Undefined) continue;
-      const auto type = c10::dispatchKeyToDeviceType(
-          c10::toRuntimePerBackendFunctionalityKey(c10::DispatchKey::Dense, backend));
-      all.at(static_cast<std::size_t>(type)) = key;
-    }
-    return all;
-  }();
-  const auto index = static_cast<std::size_t>(device);
-  return index < keys.size() ? keys[index] : c10::DispatchKey::Undefined;
-}
-
-inline bool has_autocast(c10::DeviceType device) {
-  return autocast_key(device) != c10::DispatchKey::Undefined;
-}
-
-/// Returns the device types that libtorch has autocast for.
-inline const std::vector<c10::DeviceType>& autocast_devices() {
-  static const auto& devices = *[] {
-    auto* const all = new std::vector<c10::DeviceType>;
-    for (int i = 0; i < c10::COMPILE_TIME_MAX_DEVICE_TYPES; ++i) {
-      const auto device = static_cast<c10::DeviceType>(i);
-      if (has_autocast(device)) all->push_back(device);
+      const c10::DispatchKeySet keys = c10::getAutocastRelatedKeySetFromBackend(backend);
+      if (keys.empty()) continue;
+      all->push_back({c10::dispatchKeyToDeviceType(c10::toRuntimePerBackendFunctionalityKey(
+                          c10::DispatchKey::Dense, backend)),
+                      keys.highestPriorityTypeId()});
     }
     return all;
   }();
   return devices;
+}
+
+/// Returns the dispatch key of autocast on `device`; Undefined if libtorch has none.
+inline c10::DispatchKey autocast_key(c10::DeviceType device) {
+  for (const auto& [type, key] : autocast_devices()) {
+    if (type == device) return key;
+  }
+  return c10::DispatchKey::Undefined;
+}
+
+inline bool has_autocast(c10::DeviceType device) {
+  return autocast_key(device) != c10::DispatchKey::Undefined;
 }
 
 /// Returns whether autocast is enabled in this thread for any device type, which libtorch stores as

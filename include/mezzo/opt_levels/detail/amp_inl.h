@@ -324,7 +324,8 @@ inline void Amp::enter_autocast_regions(const torch::nn::Module& module,
               " was not passed to mezzo::initialize, and is not inside a model that was; pass all "
               "models to one call, mezzo::initialize({a, b}, ...)");
   if (!enabled_ || !level_.uses_autocast()) return;
-  for (const c10::DeviceType device : detail::autocast_devices()) {
+  for (const auto& [type, key] : detail::autocast_devices()) {
+    const c10::DeviceType device = type;  // a lambda cannot capture `type`
     const auto is_on_device = [device](const at::Tensor& parameter) {
       return parameter.device().type() == device;
     };
