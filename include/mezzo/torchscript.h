@@ -141,9 +141,8 @@ class ScriptModuleImpl : public torch::nn::Module {
   template <class... Args>
   c10::IValue forward(Args&&... args) {
     std::vector<c10::IValue> arguments = detail::to_ivalues(std::forward<Args>(args)...);
-    const bool is_autocast = at::autocast::is_autocast_enabled(at::kCPU) ||
-                             at::autocast::is_autocast_enabled(at::kCUDA) ||
-                             at::autocast::is_autocast_enabled(at::kMPS);
+    const c10::DispatchKeySet excluded = c10::impl::tls_local_dispatch_key_set().excluded_;
+    const bool is_autocast = !(c10::autocast_dispatch_keyset - excluded).empty();
     c10::IValue result =
         is_autocast ? interpret(std::move(arguments)) : script_.forward(std::move(arguments));
     sync_buffers();

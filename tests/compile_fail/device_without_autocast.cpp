@@ -1,4 +1,4 @@
-// error: this device type has no autocast; use torch::kCPU, kCUDA or kMPS
+// error: this device type has no autocast; use that of the model
 #include <mezzo/autocast/autocast_guard.h>
 
 void region_on_meta() {

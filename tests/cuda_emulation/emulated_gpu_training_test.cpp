@@ -425,47 +425,57 @@ TEST_P(EmulatedGpuTraining, CountsConsecutiveSkipsAsynchronously) {
   EXPECT_EQ(consecutive_skips, (std::vector<int64_t>{1, 2, 1, 2, 3}));
 }
 
+constexpr std::array kEmaWarmups{mezzo::EmaWarmup::none, mezzo::EmaWarmup::num_updates,
+                                 mezzo::EmaWarmup::power};
+
 /// A training with an EMA of its parameters.
 struct Averaged {
-  Averaged(at::Device device, const TrainingOptions& options) : training(device, options) {}
+  Averaged(at::Device device, const TrainingOptions& options, mezzo::EmaWarmup warmup)
+      : training(device, options), ema(training.parameters(), {.decay = 0.75, .warmup = warmup}) {}
   void iterate() { ema.update(training.iterate()); }
 
   Training training;
-  mezzo::Ema ema{training.parameters(), {.decay = 0.75}};
+  mezzo::Ema ema;
 };
 
 TEST_P(EmulatedGpuTraining, EmaFollowsFoundInfWithoutSync) {
   for (const TrainingOptions& options : all_options()) {
-    Averaged cpu(at::kCPU, options), gpu(emulated_gpu::device(), options);
-    for (const float value : {1.0F, kInfinity, 2.0F, kInfinity, 3.0F}) {
-      cpu.training.input.fill_(value);
-      gpu.training.input.fill_(value);
-      cpu.iterate();
-      const mezzo::StepResult result = gpu.training.iterate();
-      const emulated_gpu::Counts before = emulated_gpu::counts();
-      gpu.ema.update(result);
-      EXPECT_EQ(emulated_gpu::counts().syncs, before.syncs);
-      EXPECT_EQ(emulated_gpu::counts().copies_to_host, before.copies_to_host);
+    for (const mezzo::EmaWarmup warmup : kEmaWarmups) {
+      Averaged cpu(at::kCPU, options, warmup), gpu(emulated_gpu::device(), options, warmup);
+      for (const float value : {1.0F, kInfinity, 2.0F, kInfinity, 3.0F}) {
+        cpu.training.input.fill_(value);
+        gpu.training.input.fill_(value);
+        cpu.iterate();
+        const mezzo::StepResult result = gpu.training.iterate();
+        const emulated_gpu::Counts before = emulated_gpu::counts();
+        gpu.ema.update(result);
+        EXPECT_EQ(emulated_gpu::counts().syncs, before.syncs);
+        EXPECT_EQ(emulated_gpu::counts().copies_to_host, before.copies_to_host);
+      }
+      expect_same(gpu.ema, cpu.ema);
+      EXPECT_EQ(gpu.ema.num_updates(), cpu.ema.num_updates());
     }
-    expect_same(gpu.ema, cpu.ema);
   }
 }
 
 TEST_P(EmulatedGpuTraining, EmaUpdateIsCaptured) {
   for (const TrainingOptions& options : all_options()) {
-    Averaged cpu(at::kCPU, options), gpu(emulated_gpu::device(), options);
-    const c10::StreamGuard stream(emulated_gpu::new_stream());
-    cpu.iterate();
-    gpu.iterate();
-    emulated_gpu::Graph graph;
-    emulated_gpu::capture(graph, [&] { gpu.iterate(); });
-    for (const float value : {1.0F, kInfinity, 2.0F, kInfinity, kInfinity, 3.0F}) {
-      cpu.training.input.fill_(value);
-      gpu.training.input.fill_(value);
+    for (const mezzo::EmaWarmup warmup : kEmaWarmups) {
+      Averaged cpu(at::kCPU, options, warmup), gpu(emulated_gpu::device(), options, warmup);
+      const c10::StreamGuard stream(emulated_gpu::new_stream());
       cpu.iterate();
-      graph.replay();
+      gpu.iterate();
+      emulated_gpu::Graph graph;
+      emulated_gpu::capture(graph, [&] { gpu.iterate(); });
+      for (const float value : {1.0F, kInfinity, 2.0F, kInfinity, kInfinity, 3.0F}) {
+        cpu.training.input.fill_(value);
+        gpu.training.input.fill_(value);
+        cpu.iterate();
+        graph.replay();
+      }
+      expect_same(gpu.ema, cpu.ema);
+      EXPECT_EQ(gpu.ema.num_updates(), cpu.ema.num_updates());
     }
-    expect_same(gpu.ema, cpu.ema);
   }
 }
 

@@ -12,7 +12,10 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <fstream>
 #include <functional>
+#include <iterator>
+#include <map>
 #include <memory>
 #include <optional>
 #include <sstream>
@@ -29,13 +32,17 @@ namespace {
 
 using mezzo::Ema;
 using mezzo::EmaGuard;
+using mezzo::EmaWarmup;
 using mezzo::StepResult;
 using mezzo::optim::WeightStorage;
 using test_support::BitwiseEqual;
 using test_support::clone_all;
 using test_support::get_param_state;
 using test_support::message_of;
+using testing::DoubleNear;
+using testing::ElementsAre;
 using testing::HasSubstr;
+using testing::Pointwise;
 
 torch::Tensor weight(std::vector<double> values, at::ScalarType dtype = torch::kFloat) {
   return torch::tensor(values, dtype).requires_grad_();
@@ -48,6 +55,31 @@ void set_value(torch::Tensor& parameter, double value) {
 
 std::function<std::vector<torch::Tensor>()> return_masters(std::vector<torch::Tensor> masters) {
   return [masters] { return masters; };
+}
+
+/// A step that a device decides and that is never ready.
+class NeverReadyStep final : public mezzo::StepFuture {
+ public:
+  explicit NeverReadyStep(float found_inf) : found_inf_(torch::full({1}, found_inf)) {}
+  bool ready() const noexcept override { return false; }
+  const mezzo::StepResult::Values& values() override {
+    ADD_FAILURE() << "the host synchronized with the device";
+    return outcome_;
+  }
+  at::Tensor found_inf_on_device() const override { return found_inf_; }
+
+ private:
+  torch::Tensor found_inf_;
+  mezzo::StepResult::Values outcome_;
+};
+
+StepResult make_device_result(float found_inf) {
+  return StepResult(std::make_shared<NeverReadyStep>(found_inf));
+}
+
+/// Compares with a relative tolerance of float32.
+MATCHER(FloatingPointRelative, "") {
+  return std::abs(std::get<0>(arg) - std::get<1>(arg)) <= 1e-6 * std::abs(std::get<1>(arg));
 }
 
 TEST(Ema, StartsAtWeightsAndDecays) {
@@ -87,6 +119,93 @@ TEST(Ema, MatchesTorchAveragedModel) {
               without_an_update_at_construction.update_parameters(value));
   }
   EXPECT_EQ(ours.averages()[0].item<double>(), 9.75);
+}
+
+/// Returns the averages of data/ema_averages.py's weight, updated with `make_result(n)`.
+std::vector<double> average_squares(const mezzo::EmaOptions& options,
+                                    const std::function<StepResult(int)>& make_result) {
+  torch::Tensor parameter = weight({0}, torch::kDouble);
+  Ema ema({parameter}, options);
+  std::vector<double> averages;
+  for (int n = 1; n <= 30; ++n) {
+    set_value(parameter, 1e9);
+    ema.update(StepResult({.applied = false}));
+    set_value(parameter, n * n);
+    ema.update(make_result(n));
+    averages.push_back(ema.averages()[0].item<double>());
+  }
+  EXPECT_EQ(ema.num_updates(),
+            options.warmup == EmaWarmup::none && !options.decay_function ? 0 : 30);
+  return averages;
+}
+
+StepResult make_host_result(int) { return StepResult({.applied = true}); }
+
+TEST(EmaWarmup, MatchesDiffusers) {
+  std::ifstream file(MEZZO_OPTIM_TEST_DATA "/ema_averages.txt");
+  std::map<std::string, mezzo::EmaOptions> cases{
+      {"num_updates", {.decay = 0.7, .warmup = EmaWarmup::num_updates}},
+      {"power", {.decay = 0.999, .warmup = EmaWarmup::power}},
+      {"slow_power", {.decay = 0.8, .warmup = EmaWarmup::power, .inv_gamma = 2, .power = 0.75}}};
+  for (std::string line, name; std::getline(file, line);) {
+    std::istringstream words(line);
+    words >> name;
+    SCOPED_TRACE(name);
+    const std::vector<double> recorded(std::istream_iterator<double>(words), {});
+    const mezzo::EmaOptions options = cases.at(name);
+    cases.erase(name);
+    EXPECT_THAT(average_squares(options, make_host_result), Pointwise(DoubleNear(1e-9), recorded));
+    EXPECT_THAT(average_squares(options, [](int) { return make_device_result(0); }),
+                Pointwise(FloatingPointRelative(), recorded));
+    EXPECT_THAT(average_squares(
+                    options,
+                    [](int n) { return n % 3 == 0 ? make_host_result(n) : make_device_result(0); }),
+                Pointwise(FloatingPointRelative(), recorded))
+        << "on the device and on the host by turns";
+  }
+  EXPECT_TRUE(cases.empty());
+}
+
+TEST(EmaWarmup, DecayFunctionGetsNumberOfUpdate) {
+  std::vector<int64_t> updates;
+  torch::Tensor parameter = weight({8});
+  Ema ema({parameter}, {.decay_function = [&](int64_t n) {
+            updates.push_back(n);
+            return n == 1 ? 1.0 : n == 2 ? 0.75 : n == 3 ? 0.0 : 1.5;
+          }});
+  set_value(parameter, 4);
+  std::vector<float> averages;
+  for (int i = 0; i < 3; ++i) {
+    ema.update(StepResult({.applied = false}));
+    ema.update(StepResult({.applied = true}));
+    averages.push_back(ema.averages()[0].item<float>());
+  }
+  EXPECT_THAT(averages, ElementsAre(8, 7, 4));
+  EXPECT_THAT(updates, ElementsAre(1, 2, 3));
+  set_value(parameter, 100);
+  EXPECT_THAT(message_of([&] { ema.update(); }),
+              HasSubstr("decay_function(4) returned 1.5; it should return a decay from 0 to 1"));
+  EXPECT_EQ(ema.averages()[0].item<float>(), 4);
+  EXPECT_EQ(ema.num_updates(), 3);
+}
+
+TEST(EmaWarmup, ResumesFromArchive) {
+  const mezzo::EmaOptions options{.decay = 0.9, .warmup = EmaWarmup::num_updates};
+  torch::Tensor parameter = weight({0});
+  Ema whole({parameter}, options);
+  std::optional<Ema> resumed(std::in_place, std::vector{parameter}, options);
+  for (int n = 1; n <= 6; ++n) {
+    set_value(parameter, n);
+    whole.update(make_device_result(n == 2 ? 1.0F : 0.0F));
+    resumed->update(make_device_result(n == 2 ? 1.0F : 0.0F));
+    std::stringstream stream;
+    torch::save(*resumed, stream);
+    resumed.emplace(std::vector{weight({0})}, options);
+    torch::load(*resumed, stream);
+    resumed->parameters()[0].set_data(parameter);
+  }
+  EXPECT_EQ(resumed->num_updates(), 5);
+  EXPECT_THAT(resumed->averages(), BitwiseEqual(whole.averages()));
 }
 
 TEST(Ema, UpdatesAveragesOfFrozenParams) {
@@ -166,6 +285,14 @@ TEST(Ema, ThrowsForInvalidArguments) {
   const torch::Tensor parameter = weight({1});
   EXPECT_THAT(message_of([&] { Ema({parameter}, {.decay = 1}); }), HasSubstr("decay is 1"));
   EXPECT_THAT(message_of([&] { Ema({parameter}, {.decay = -0.1}); }), HasSubstr("decay is -0.1"));
+  EXPECT_THAT(message_of([&] { Ema({parameter}, {.inv_gamma = 0}); }),
+              HasSubstr("inv_gamma is 0; it should be positive"));
+  EXPECT_THAT(message_of([&] { Ema({parameter}, {.power = -1}); }), HasSubstr("power is -1"));
+  EXPECT_THAT(message_of([&] {
+                Ema({parameter},
+                    {.warmup = EmaWarmup::power, .decay_function = [](int64_t) { return 0.5; }});
+              }),
+              HasSubstr("warmup and decay_function are both set"));
   EXPECT_THAT(message_of([&] { Ema({torch::arange(3)}); }), HasSubstr("parameter 0"));
   EXPECT_THAT(message_of([&] { Ema({torch::ones({3}).to_sparse()}); }), HasSubstr("parameter 0"));
   EXPECT_THAT(message_of([&] { Ema({parameter, torch::Tensor()}); }), HasSubstr("parameter 1"));
@@ -176,6 +303,54 @@ TEST(Ema, ThrowsForInvalidArguments) {
   EXPECT_THAT(
       message_of([&] { Ema({parameter}, {.masters = return_masters({torch::zeros({2})})}); }),
       HasSubstr("has a master that is float32 [2]"));
+}
+
+/// A convolution without an average, batch norm, and a layer whose weight is used twice.
+struct SmallModel : torch::nn::Module {
+  explicit SmallModel(int64_t width = 3) : norm(width), linear(width, width) {
+    register_module("norm", norm);
+    register_module("linear", linear);
+    register_module("tied", linear);
+  }
+  torch::nn::BatchNorm1d norm;
+  torch::nn::Linear linear;
+};
+
+TEST(Ema, CopiesAveragesAndBuffersToSecondModel) {
+  SmallModel model, destination;
+  destination.to(torch::kBFloat16);
+  Ema ema({model.linear->weight, model.norm->weight}, {.decay = 0.5});
+  set_value(model.linear->weight, 5.01);
+  set_value(model.linear->bias, 7);
+  model.norm->running_mean.fill_(2);
+  model.norm->num_batches_tracked.fill_(9);
+  ema.update();
+  const std::vector<torch::Tensor> before = clone_all(model.parameters());
+  ema.copy_to(model, destination);
+  EXPECT_TRUE(torch::equal(destination.linear->weight, ema.averages()[0].to(torch::kBFloat16)));
+  EXPECT_TRUE(destination.linear->weight.requires_grad());
+  EXPECT_EQ(destination.linear->bias[0].item<float>(), 7) << "has no average";
+  EXPECT_EQ(destination.norm->running_mean[1].item<float>(), 2);
+  EXPECT_EQ(destination.norm->num_batches_tracked.item<int64_t>(), 9);
+  EXPECT_THAT(model.parameters(), BitwiseEqual(before));
+  ema.copy_to(model, model);
+  EXPECT_TRUE(torch::equal(model.linear->weight, ema.averages()[0]));
+}
+
+TEST(Ema, CopyToThrowsForAnotherModel) {
+  SmallModel model, wider(4);
+  torch::nn::Linear linear(3, 3);
+  Ema ema(model.parameters()), other({weight({1})});
+  const torch::Tensor before = wider.norm->weight.detach().clone();
+  EXPECT_THAT(message_of([&] { ema.copy_to(model, wider); }),
+              HasSubstr("the destination has no norm.weight of the shape [3]"));
+  EXPECT_THAT(message_of([&] { ema.copy_to(model, *linear); }),
+              HasSubstr("parameters or buffers, and the destination 2"));
+  EXPECT_THAT(message_of([&] { other.copy_to(model, model); }),
+              HasSubstr("the model has no parameter of this Ema"));
+  EXPECT_TRUE(torch::equal(wider.norm->weight, before));
+  const EmaGuard averaged(ema);
+  EXPECT_THAT(message_of([&] { ema.copy_to(model, model); }), HasSubstr("an EmaGuard is alive"));
 }
 
 TEST(Ema, RoundTripsOnlyIntoSameModel) {
@@ -208,6 +383,12 @@ TEST(Ema, RoundTripsOnlyIntoSameModel) {
     EXPECT_THAT(message_of([&] { torch::load(loaded, of_another); }),
                 HasSubstr("is not that of an"));
   }
+  torch::serialize::OutputArchive archive;
+  archive.write("averages", c10::IValue(std::vector{torch::ones({2})}));
+  std::stringstream without_count;
+  archive.save_to(without_count);
+  EXPECT_THAT(message_of([&] { torch::load(loaded, without_count); }),
+              HasSubstr("has no \"num_updates\""));
   EXPECT_TRUE(torch::equal(loaded.averages()[0], torch::tensor({5.0F, 4.0F})));
 }
 
@@ -433,26 +614,6 @@ TEST(Ema, AveragesAppendedBuffers) {
 }
 
 // --- Steps that a device decides, emulated with CPU tensors.
-
-/// A step that a device decides and that is never ready.
-class NeverReadyStep final : public mezzo::StepFuture {
- public:
-  explicit NeverReadyStep(float found_inf) : found_inf_(torch::full({1}, found_inf)) {}
-  bool ready() const noexcept override { return false; }
-  const mezzo::StepResult::Values& values() override {
-    ADD_FAILURE() << "the host synchronized with the device";
-    return outcome_;
-  }
-  at::Tensor found_inf_on_device() const override { return found_inf_; }
-
- private:
-  torch::Tensor found_inf_;
-  mezzo::StepResult::Values outcome_;
-};
-
-StepResult make_device_result(float found_inf) {
-  return StepResult(std::make_shared<NeverReadyStep>(found_inf));
-}
 
 /// One parameter for each code path of an update.
 std::vector<torch::Tensor> make_parameters() {

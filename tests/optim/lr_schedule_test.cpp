@@ -11,8 +11,11 @@
 
 #include <algorithm>
 #include <cmath>
+#include <fstream>
 #include <functional>
+#include <iterator>
 #include <limits>
+#include <map>
 #include <memory>
 #include <sstream>
 #include <string>
@@ -30,12 +33,16 @@
 
 namespace {
 
+using mezzo::ConstantCurve;
 using mezzo::CosineCurve;
+using mezzo::DecayType;
 using mezzo::GradStats;
 using mezzo::LinearCurve;
 using mezzo::LinearSchedule;
+using mezzo::OneCycleCurve;
 using mezzo::PolynomialCurve;
 using mezzo::StepResult;
+using mezzo::WarmupStableDecayCurve;
 using mezzo::optim::AdamW;
 using mezzo::optim::AdamWOptions;
 using mezzo::optim::SGD;
@@ -50,7 +57,8 @@ using testing::Pointwise;
 using testing::ThrowsMessage;
 
 static_assert(mezzo::LrCurve<LinearCurve> && mezzo::LrCurve<CosineCurve> &&
-              mezzo::LrCurve<PolynomialCurve>);
+              mezzo::LrCurve<PolynomialCurve> && mezzo::LrCurve<ConstantCurve> &&
+              mezzo::LrCurve<WarmupStableDecayCurve> && mezzo::LrCurve<OneCycleCurve>);
 
 template <class Curve>
 std::vector<double> factors(const Curve& curve, int64_t count) {
@@ -61,33 +69,75 @@ std::vector<double> factors(const Curve& curve, int64_t count) {
 
 MATCHER(IsClose, "") { return std::abs(std::get<0>(arg) - std::get<1>(arg)) <= 1e-15; }
 
-// Expected values are from transformers 5.23 with torch 2.11: the lr of SGD(lr=1) before each step
-// with the named function.
+/// Reads the recordings of data/lr_schedules.py, by name.
+std::map<std::string, std::vector<double>> read_recorded_lrs() {
+  std::ifstream file(MEZZO_OPTIM_TEST_DATA "/lr_schedules.txt");
+  std::map<std::string, std::vector<double>> lrs;
+  for (std::string line, name; std::getline(file, line);) {
+    std::istringstream words(line);
+    words >> name;
+    lrs[name].assign(std::istream_iterator<double>(words), {});
+  }
+  return lrs;
+}
 
-TEST(LrCurves, MatchHuggingFace) {
-  // get_linear_schedule_with_warmup(optimizer, 4, 10)
-  EXPECT_THAT(factors(LinearCurve{.warmup_steps = 4, .total_steps = 10}, 13),
-              Pointwise(IsClose(), {0.0, 0.25, 0.5, 0.75, 1.0, 5. / 6, 4. / 6, 3. / 6, 2. / 6,
-                                    1. / 6, 0.0, 0.0, 0.0}));
-  // get_linear_schedule_with_warmup(optimizer, 0, 4) and get_cosine_schedule_with_warmup
-  EXPECT_THAT(factors(LinearCurve{.total_steps = 4}, 6),
-              Pointwise(IsClose(), {1.0, 0.75, 0.5, 0.25, 0.0, 0.0}));
-  EXPECT_THAT(factors(CosineCurve{.total_steps = 4}, 6),
-              Pointwise(IsClose(), {1.0, 0.8535533905932737, 0.5, 0.14644660940672627, 0.0, 0.0}));
-  // get_cosine_schedule_with_warmup(optimizer, 4, 10), which rises again from the twelfth on
-  EXPECT_THAT(factors(CosineCurve{.warmup_steps = 4, .total_steps = 10}, 13),
-              Pointwise(IsClose(), {0.0, 0.25, 0.5, 0.75, 1.0, 0.9330127018922194, 0.75, 0.5,
-                                    0.2500000000000001, 0.06698729810778065, 0.0, 0.0, 0.0}));
-  // get_cosine_with_min_lr_schedule_with_warmup(optimizer, 4, 10, min_lr_rate=0.1)
-  EXPECT_THAT(factors(CosineCurve{.warmup_steps = 4, .total_steps = 10, .min_factor = 0.1}, 11),
-              Pointwise(IsClose(), {0.0, 0.25, 0.5, 0.75, 1.0, 0.9397114317029974, 0.775, 0.55,
-                                    0.3250000000000001, 0.16028856829700258, 0.1}));
-  // get_polynomial_decay_schedule_with_warmup(optimizer, 4, 10, lr_end=0.1, power=2.0)
-  EXPECT_THAT(
-      factors(PolynomialCurve{.warmup_steps = 4, .total_steps = 10, .min_factor = 0.1, .power = 2},
-              13),
-      Pointwise(IsClose(), {0.0, 0.25, 0.5, 0.75, 1.0, 0.7250000000000001, 0.5000000000000001,
-                            0.325, 0.2, 0.125, 0.1, 0.1, 0.1}));
+TEST(LrCurves, MatchTransformersAndTorch) {
+  const auto recorded = read_recorded_lrs();
+  std::size_t num_compared = 0;
+  const auto expect_recorded = [&](const std::string& name, const auto& curve) {
+    SCOPED_TRACE(name);
+    const std::vector<double>& lrs = recorded.at(name);
+    EXPECT_THAT(factors(curve, std::ssize(lrs)), Pointwise(IsClose(), lrs));
+    ++num_compared;
+  };
+  expect_recorded("constant", ConstantCurve{.warmup_steps = 4});
+  expect_recorded("linear", LinearCurve{.warmup_steps = 4, .total_steps = 10});
+  expect_recorded("linear_without_warmup", LinearCurve{.total_steps = 4});
+  expect_recorded(
+      "polynomial",
+      PolynomialCurve{.warmup_steps = 4, .total_steps = 10, .min_factor = 0.1, .power = 2});
+  expect_recorded("cosine", CosineCurve{.warmup_steps = 4, .total_steps = 10});
+  expect_recorded("cosine_min_lr",
+                  CosineCurve{.warmup_steps = 4, .total_steps = 10, .min_factor = 0.1});
+  expect_recorded("cosine_restarts",
+                  CosineCurve{.warmup_steps = 3, .total_steps = 20, .num_cycles = 3});
+  expect_recorded("cosine_one_cycle", CosineCurve{.warmup_steps = 3, .total_steps = 20});
+  const WarmupStableDecayCurve wsd{.warmup_steps = 4, .decay_steps = 6, .total_steps = 20};
+  expect_recorded("wsd", wsd);
+  WarmupStableDecayCurve linear = wsd, sqrt = wsd, none = wsd;
+  linear.min_factor = sqrt.min_factor = 0.1;
+  linear.decay_type = DecayType::linear;
+  expect_recorded("wsd_linear", linear);
+  sqrt.warmup_steps = 0;
+  sqrt.decay_steps = 7;
+  sqrt.decay_type = DecayType::one_minus_sqrt;
+  expect_recorded("wsd_sqrt", sqrt);
+  none.decay_steps = 0;
+  expect_recorded("wsd_without_decay", none);
+  expect_recorded("one_cycle", OneCycleCurve{.total_steps = 24});
+  expect_recorded("one_cycle_linear", OneCycleCurve{.total_steps = 24,
+                                                    .pct_start = 0.1,
+                                                    .anneal_strategy = DecayType::linear,
+                                                    .div_factor = 10,
+                                                    .final_div_factor = 100});
+  expect_recorded("one_cycle_three_phase", OneCycleCurve{.total_steps = 24, .three_phase = true});
+  expect_recorded("one_cycle_long_rise",
+                  OneCycleCurve{.total_steps = 24, .pct_start = 0.6, .three_phase = true});
+  expect_recorded("one_cycle_no_rise", OneCycleCurve{.total_steps = 24, .pct_start = 0});
+  EXPECT_EQ(num_compared, recorded.size());
+}
+
+TEST(OneCycleCurve, StaysAtLastFactor) {
+  for (const bool three_phase : {false, true}) {
+    for (const double pct_start : {0.0, 0.1, 0.6, 1.0}) {
+      const OneCycleCurve curve{
+          .total_steps = 10, .pct_start = pct_start, .three_phase = three_phase};
+      for (int64_t n = 0; n < 20; ++n) EXPECT_TRUE(curve.factor(n) > 0 && curve.factor(n) <= 1);
+      EXPECT_EQ(curve.factor(9), curve.factor(100)) << pct_start << three_phase;
+    }
+  }
+  // torch divides by 0 where the rise has one step.
+  EXPECT_EQ((OneCycleCurve{.total_steps = 10, .pct_start = 0.1}.factor(0)), 1);
 }
 
 TEST(LinearCurve, WarmsUpAndFallsToMin) {
@@ -122,6 +172,18 @@ TEST(LrCurves, ThrowForMemberOutOfRange) {
        "initial_factor is nan"},
       {[] { return PolynomialCurve{.total_steps = 10, .power = -2}.factor(0); },
        "LrSchedule: power is -2"},
+      {[] { return CosineCurve{.total_steps = 10, .num_cycles = 0}.factor(0); },
+       "LrSchedule: num_cycles is 0; it should be at least 1"},
+      {[] { return ConstantCurve{.warmup_steps = -1}.factor(0); }, "warmup_steps is -1"},
+      {[] {
+         return WarmupStableDecayCurve{4, 7, 10}.factor(0);
+       },
+       "decay_steps is 7; it should be from 0 to total_steps - warmup_steps"},
+      {[] { return OneCycleCurve{}.factor(0); }, "total_steps is 0"},
+      {[] { return OneCycleCurve{.total_steps = 10, .pct_start = 30}.factor(0); },
+       "pct_start is 30; it should be from 0 to 1"},
+      {[] { return OneCycleCurve{.total_steps = 10, .div_factor = 0}.factor(0); },
+       "div_factor is 0; it should be positive and finite"},
       {[] { return PolynomialCurve{.total_steps = 10}.factor(-1); },
        "LrSchedule: applied_steps is -1; it should be at least 0"}};
   for (const auto& [call, error] : cases) {

@@ -1,4 +1,6 @@
 #include <mezzo/autocast/autocast_guard.h>
+#include <mezzo/optim/adamw.h>
+#include <mezzo/optim/master_weights.h>
 #include <mezzo/optim/sgd.h>
 #include <mezzo/scaling/grad_scaler.h>
 
@@ -410,18 +412,72 @@ TEST(GradScaler, CallbackReportsSkipOnce) {
   scaler.on_skip([&](const mezzo::SkippedStep& skip) { lines.push_back(skip.message()); });
   auto x = parameter({0}), y = parameter({0});
   auto first = sgd({x}), second = sgd({y});
-  set_grad(x, {kInfinity});
-  set_grad(y, {kInfinity});
-  scaler.step(first);
-  scaler.step(second);
-  EXPECT_TRUE(lines.empty());
-  scaler.update();
-  set_grad(x, {1});
-  scaler.step(first);
-  scaler.update();
-  EXPECT_EQ(lines, (std::vector<std::string>{
-                       "Gradient overflow or NaN.  Skipping step, loss scaler 0 reducing loss "
-                       "scale to 32768.0"}));
+  const auto train = [&](float gradient, float second_gradient) {
+    set_grad(x, {gradient});
+    set_grad(y, {second_gradient});
+    scaler.step(first);
+    if (second_gradient != 0) scaler.step(second);
+    scaler.update();
+  };
+  const std::string message =
+      "Gradient overflow or NaN.  Skipping step, loss scaler 0 reducing loss scale to ";
+  train(kInfinity, 0);
+  EXPECT_EQ(lines.back(), message + "32768.0");
+  train(kInfinity, kInfinity);
+  EXPECT_EQ(lines.back(), message +
+                              "16384.0: optimizer 1 of 2 (SGD, 1 parameter), optimizer 2 of 2 "
+                              "(SGD, 1 parameter)");
+  train(1, 0);
+  EXPECT_EQ(lines.size(), 2U);
+}
+
+// As in SAC: two critics, an actor and a temperature.
+TEST(GradScaler, CallbackReportsOptimizersThatSkipped) {
+  std::vector<mezzo::SkippedStep> skips;
+  auto scaler = make_silent_scaler({});
+  scaler.on_skip([&](const mezzo::SkippedStep& skip) { skips.push_back(skip); });
+  std::vector<torch::Tensor> weights;
+  for (int i = 0; i < 4; ++i) weights.push_back(parameter({0}));
+  auto first_critic = sgd({weights[0]}), second_critic = sgd({weights[1]});
+  mezzo::optim::AdamW actor({weights[2]}, 0.1);
+  torch::optim::SGD temperature_sgd({weights[3]}, 0.1);
+  mezzo::MasterWeights temperature(temperature_sgd);
+  const auto train = [&](std::vector<float> gradients) {
+    for (std::size_t i = 0; i < 4; ++i) set_grad(weights[i], {gradients[i]});
+    scaler.step(first_critic);
+    scaler.step(second_critic);
+    scaler.step(actor);
+    scaler.unscale_(temperature);
+    if (gradients[3] == 1) scaler.step(temperature);
+    scaler.update();
+  };
+  train({1, kInfinity, kNan, 1});
+  EXPECT_THAT(skips.back().optimizers, ElementsAre(&second_critic, &actor));
+  EXPECT_TRUE(skips.back().is_of(actor));
+  EXPECT_FALSE(skips.back().is_of(first_critic));
+  EXPECT_EQ(skips.back().description,
+            "optimizer 2 of 4 (SGD, 1 parameter), optimizer 3 of 4 (AdamW, 1 parameter)");
+  train({1, 1, 1, 1});
+  EXPECT_EQ(skips.size(), 1U);
+  train({1, 1, 1, kInfinity});
+  EXPECT_THAT(skips.back().optimizers, ElementsAre(&temperature_sgd)) << "only unscaled";
+}
+
+// As in a GAN whose update() follows the step of each network.
+TEST(GradScaler, CallbackDescribesOptimizersThatAlternate) {
+  std::vector<std::string> descriptions;
+  auto scaler = make_silent_scaler({});
+  scaler.on_skip([&](const auto& skip) { descriptions.push_back(skip.description); });
+  auto x = parameter({0}), y = parameter({0});
+  auto generator = sgd({x});
+  for (int i = 0; i < 2; ++i) {
+    auto discriminator = std::make_unique<mezzo::optim::AdamW>(std::vector{y}, 0.1);
+    set_grad(i == 0 ? y : x, {kInfinity});
+    i == 0 ? scaler.step(*discriminator) : scaler.step(generator);
+    discriminator.reset();
+    scaler.update();
+  }
+  EXPECT_THAT(descriptions, ElementsAre("", "optimizer 1 of 1 (SGD, 1 parameter)"));
 }
 
 TEST(GradScaler, CallbackReportsInfFromUnscale) {

@@ -2,6 +2,7 @@
 #include <mezzo/scaling/detail/gradient_stash.h>
 #include <mezzo/scaling/finite_grad_accumulator.h>
 #include <mezzo/scaling/grad_scaler.h>
+#include <mezzo/scaling/gradient_accumulation.h>
 #include <mezzo/scaling/micro_batches.h>
 
 #include <torch/torch.h>
@@ -134,6 +135,72 @@ TEST(MicroBatches, AcceptsAnyRangeWithoutModifyingIt) {
   EXPECT_EQ(batches[0].values.size(), 1);
   EXPECT_THAT(test_support::message_of([&] { mezzo::micro_batches(batches, 0); }),
               HasSubstr("gradient_accumulation_steps is 0"));
+}
+
+TEST(MicroBatches, PositionHidesMembersOfBatch) {
+  struct Batch {
+    int index = 7;
+    int count = 8;
+  };
+  std::vector<Batch> batches(1);
+  for (auto& batch : mezzo::micro_batches(batches, 4)) {
+    EXPECT_EQ(batch.index(), 0);
+    EXPECT_EQ(batch.Batch::index, 7);
+  }
+}
+
+// --- GradientAccumulation
+
+/// Returns the positions of micro-batches as "index/count", with "!" after the last of a window.
+std::string get_positions(mezzo::GradientAccumulation& accumulation, int num_batches) {
+  std::string positions;
+  for (int i = 0; i < num_batches; ++i) {
+    accumulation.next();
+    positions += std::to_string(accumulation.index()) + "/" + std::to_string(accumulation.count()) +
+                 (accumulation.is_last() ? "! " : " ");
+  }
+  return positions;
+}
+
+TEST(GradientAccumulation, EndsWindowWithEpoch) {
+  mezzo::GradientAccumulation unknown(3), five(3, 5), two(3, 2);
+  EXPECT_EQ(get_positions(unknown, 5), "0/3 1/3 2/3! 0/3 1/3 ");
+  EXPECT_EQ(get_positions(five, 6), "0/3 1/3 2/3! 0/2 1/2! 0/3 ");
+  EXPECT_EQ(get_positions(two, 4), "0/2 1/2! 0/2 1/2! ");
+}
+
+TEST(GradientAccumulation, ResetBeginsWindow) {
+  mezzo::GradientAccumulation accumulation(2, 5);
+  EXPECT_EQ(get_positions(accumulation, 1), "0/2 ");
+  accumulation.reset();
+  EXPECT_FALSE(accumulation.is_last());
+  EXPECT_EQ(get_positions(accumulation, 6), "0/2 1/2! 0/2 1/2! 0/1! 0/2 ");
+  accumulation.reset(4);
+  EXPECT_EQ(get_positions(accumulation, 2), "0/1! 0/2 ");
+}
+
+TEST(GradientAccumulation, NormalizesLikeMicroBatches) {
+  const Tensor loss = torch::full({}, 6);
+  mezzo::GradientAccumulation accumulation(4, 7);
+  auto loader = loader_of(7);
+  for (auto& batch : mezzo::micro_batches(*loader, 4)) {
+    accumulation.next();
+    EXPECT_EQ(accumulation.index(), batch.index());
+    EXPECT_EQ(accumulation.is_last(), batch.is_last());
+    EXPECT_TRUE(torch::equal(accumulation.normalize_loss(loss), batch.normalize_loss(loss)));
+  }
+}
+
+TEST(GradientAccumulation, InvalidUseThrows) {
+  using test_support::message_of;
+  mezzo::GradientAccumulation accumulation(4);
+  EXPECT_THAT(message_of([&] { (void)accumulation.normalize_loss(torch::ones({})); }),
+              HasSubstr("call next() at the beginning"));
+  EXPECT_THAT(message_of([] { mezzo::GradientAccumulation(0); }),
+              HasSubstr("gradient_accumulation_steps is 0"));
+  EXPECT_THAT(message_of([] { mezzo::GradientAccumulation(4, -1); }),
+              HasSubstr("batches_per_epoch is -1"));
+  EXPECT_THAT(message_of([&] { accumulation.reset(3); }), HasSubstr("batches_done is 3"));
 }
 
 // --- FiniteGradAccumulator

@@ -66,7 +66,8 @@ class AutocastGuard {
   static constexpr bool kHasAutocast = default_autocast_dtype(Device) != at::ScalarType::Undefined;
   static_assert(
       kHasAutocast || detail::RuntimeDevice<Device>,
-      "mezzo::AutocastGuard: this device type has no autocast; use torch::kCPU, kCUDA or kMPS");
+      "mezzo::AutocastGuard: this device type has no autocast; use that of the model, such as "
+      "torch::kCPU or kCUDA");
   static_assert(!kHasAutocast || is_autocast_dtype_supported(Device, Dtype),
                 "mezzo::AutocastGuard: autocast cannot lower to this dtype; use torch::kHalf or "
                 "torch::kBFloat16, or {.enabled = false} for full precision");

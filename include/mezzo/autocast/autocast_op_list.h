@@ -61,7 +61,7 @@ MEZZO_INLINE std::ostream& operator<<(std::ostream& stream, const AutocastOpList
 /// needed. A policy that cannot be determined so is `unknown`.
 ///
 /// Thread-safe. Takes milliseconds; tens of milliseconds the first time.
-/// \throws c10::Error for a device type other than CPU, CUDA and MPS
+/// \throws c10::Error for a device type without autocast
 MEZZO_INLINE AutocastOpList autocast_op_list(c10::DeviceType device);
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

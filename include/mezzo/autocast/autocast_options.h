@@ -20,14 +20,22 @@ namespace detail {
 struct OpOverrideMap;
 }  // namespace detail
 
-/// Returns the dtype that libtorch's autocast lowers to by default: float16 on CUDA and MPS,
-/// bfloat16 on the CPU; `Undefined` for a device type on which mezzo has no autocast.
+/// Returns the dtype that libtorch's autocast lowers to by default: bfloat16 on the CPU, HPU, MAIA
+/// and XLA, float16 on CUDA, MPS, XPU, IPU, MTIA and PrivateUse1; `Undefined` for a device type for
+/// which libtorch has no autocast.
 constexpr at::ScalarType default_autocast_dtype(c10::DeviceType device) {
   switch (device) {
     case c10::DeviceType::CPU:
+    case c10::DeviceType::HPU:
+    case c10::DeviceType::MAIA:
+    case c10::DeviceType::XLA:
       return at::ScalarType::BFloat16;
     case c10::DeviceType::CUDA:
     case c10::DeviceType::MPS:
+    case c10::DeviceType::XPU:
+    case c10::DeviceType::IPU:
+    case c10::DeviceType::MTIA:
+    case c10::DeviceType::PrivateUse1:
       return at::ScalarType::Half;
     default:
       return at::ScalarType::Undefined;
@@ -35,7 +43,7 @@ constexpr at::ScalarType default_autocast_dtype(c10::DeviceType device) {
 }
 
 /// Returns whether libtorch's autocast on `device` can lower to `dtype`: float16 and bfloat16, on
-/// the CPU, CUDA and MPS. `recommended_autocast` returns what is fast.
+/// device types with autocast. `recommended_autocast` returns what is fast.
 constexpr bool is_autocast_dtype_supported(c10::DeviceType device, at::ScalarType dtype) {
   const bool is_low_precision = dtype == at::ScalarType::Half || dtype == at::ScalarType::BFloat16;
   return is_low_precision && default_autocast_dtype(device) != at::ScalarType::Undefined;
@@ -52,7 +60,8 @@ using OpOverridesHandle = std::shared_ptr<const detail::OpOverrideMap>;
 ///
 /// Guards, wrappers and modules validate them.
 struct AutocastOptions {
-  /// CPU, CUDA or MPS. Required, except by `AutocastGuard<torch::kCUDA>`, whose type has it.
+  /// Any device type for which libtorch has autocast: CPU, CUDA, MPS, XPU, HPU, ..., PrivateUse1.
+  /// Required, except by `AutocastGuard<torch::kCUDA>`, whose type has it.
   std::optional<c10::DeviceType> device_type = std::nullopt;
 
   /// float16 or bfloat16, the dtype of lowered ops. Unset, as in `torch.autocast`: the thread's
@@ -111,7 +120,7 @@ inline std::ostream& operator<<(std::ostream& stream, const AutocastOptions& opt
 /// - CPU: bfloat16 with avx512_bf16, else disabled.
 /// - CUDA: bfloat16 from compute capability 8.0, float16 (with a GradScaler) from 7.0, else
 ///   disabled.
-/// - MPS: float16 (with a GradScaler), libtorch's default; mezzo has not been run on MPS.
+/// - others: libtorch's default dtype, float16 with a GradScaler; mezzo has not been run on them.
 ///
 /// Ignores the environment variable `MEZZO_MIXED_PRECISION`, which
 /// `autocast_from_env(device, recommended_autocast(device))` reads first.

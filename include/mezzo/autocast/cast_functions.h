@@ -30,7 +30,6 @@
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 
-#include <algorithm>
 #include <concepts>
 #include <functional>
 #include <optional>
@@ -40,11 +39,6 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
-
-inline bool is_any_autocast_enabled() {
-  return std::ranges::any_of(kAutocastDevices,
-                             [](auto device) { return at::autocast::is_autocast_enabled(device); });
-}
 
 /// `R`, decayed if it is a reference to tensors, which may refer to a cast argument.
 template <class R>

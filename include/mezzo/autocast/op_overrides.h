@@ -29,7 +29,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 /// Overrides of the op lists, an immutable value. Each method returns new overrides with one more
 /// entry; a later entry for an op replaces an earlier one. They apply in the region and thread of
 /// the guard, and where AutocastState passes the thread's state. In nested regions the inner
-/// overrides take precedence. The same overrides apply to CPU, CUDA and MPS.
+/// overrides take precedence. The same overrides apply to all device types.
 ///
 /// An op is named "aten::softmax.int" (one overload), "aten::softmax" (all overloads) or, in aten,
 /// "softmax". `.allow("mylib::attention")` adds an op of TORCH_LIBRARY that is on no list. In-place

@@ -212,8 +212,7 @@ class Amp {
   };
 
   /// The autocast regions on a model's devices.
-  using ForwardRegions =
-      std::array<std::optional<detail::AutocastRegion>, detail::kAutocastDevices.size()>;
+  using ForwardRegions = detail::PerDeviceType<std::optional<detail::AutocastRegion>>;
 
   void enter_autocast_regions(const torch::nn::Module& module, ForwardRegions& regions) const;
   AmpOptimizer& find_optimizer(const torch::optim::Optimizer& optimizer);

@@ -42,8 +42,12 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 ///
 /// For an lr that depends on the loss use torch::optim::ReduceLROnPlateauScheduler. The optimizer
 /// must outlive the schedule. Use one schedule for an optimizer. Not thread-safe.
-template <LrCurve Curve>
+template <class Curve>
 class LrSchedule {
+  static_assert(LrCurve<Curve>,
+                "mezzo::LrSchedule: a curve is a copyable type with factor(applied_steps) and "
+                "total_steps");
+
  public:
   /// Sets the lrs of the next step. Synchronizes if a device has already counted steps.
   /// \throws c10::Error if a member of the curve is out of range; with a mezzo optimizer also for a
@@ -191,9 +195,15 @@ class LrSchedule {
 
 /// Warmup and linear decay.
 using LinearSchedule = LrSchedule<LinearCurve>;
-/// Warmup and cosine decay.
+/// Warmup and constant lr.
+using ConstantSchedule = LrSchedule<ConstantCurve>;
+/// Warmup and cosine decay, with or without restarts.
 using CosineSchedule = LrSchedule<CosineCurve>;
+/// Rise to the base lr and decay below the first lr.
+using OneCycleSchedule = LrSchedule<OneCycleCurve>;
 /// Warmup and polynomial decay.
 using PolynomialSchedule = LrSchedule<PolynomialCurve>;
+/// Warmup, constant lr and decay.
+using WarmupStableDecaySchedule = LrSchedule<WarmupStableDecayCurve>;
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -3,8 +3,8 @@
 #pragma once
 
 #include <mezzo/base/version.h>
+#include <mezzo/scaling/gradient_accumulation.h>
 
-#include <ATen/TensorOperators.h>
 #include <c10/util/Exception.h>
 
 #include <cstddef>
@@ -17,28 +17,19 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
-/// A batch of a data loader with its position in an accumulation window, the micro-batches of one
-/// step.
+/// A batch of a data loader with its position in an accumulation window.
 template <class Batch>
-class MicroBatch : public Batch {
+class MicroBatch : public Batch, public MicroBatchPosition {
  public:
-  /// Copies the batch. \param index  position in the window, from 0 to count - 1
-  MicroBatch(const Batch& batch, std::int64_t index, std::int64_t count)
-      : Batch(batch), index_(index), count_(count) {}
+  /// Copies the batch.
+  MicroBatch(const Batch& batch, const MicroBatchPosition& position)
+      : Batch(batch), MicroBatchPosition(position) {}
 
-  /// Returns the position of this micro-batch in its window, from 0.
-  std::int64_t index() const noexcept { return index_; }
-  /// Returns the number of micro-batches in the window.
-  std::int64_t count() const noexcept { return count_; }
-  /// Returns whether this is the last micro-batch of the window, after which the optimizer steps.
-  bool is_last() const noexcept { return index_ + 1 == count_; }
-  /// Returns loss / count(): the sum over the window is then the mean of its losses.
-  at::Tensor normalize_loss(const at::Tensor& loss) const {
-    return count_ == 1 ? loss : loss / count_;
-  }
-
- private:
-  std::int64_t index_, count_;
+  // Hide members of the batch with these names.
+  using MicroBatchPosition::count;
+  using MicroBatchPosition::index;
+  using MicroBatchPosition::is_last;
+  using MicroBatchPosition::normalize_loss;
 };
 
 namespace detail {
@@ -84,9 +75,9 @@ class MicroBatchIterator {
       batches.push_back(*next_);
       is_read_ = true;
     }
-    for (const Batch& batch : batches) {
-      window_.emplace_back(batch, std::ssize(window_), std::ssize(batches));
-    }
+    if (batches.empty()) return;
+    GradientAccumulation window(std::ssize(batches));
+    for (const Batch& batch : batches) window_.emplace_back(batch, window.next());
   }
 
   Next next_;
@@ -102,7 +93,7 @@ class MicroBatchIterator {
 /// Returns the batches of `loader` in accumulation windows of `gradient_accumulation_steps`
 /// micro-batches. A MicroBatch is a batch of the loader with `is_last()` and
 /// `normalize_loss(loss)`. The last window of an epoch may be smaller; its losses are divided by
-/// its size. docs/guide.md has the loop.
+/// its size. docs/guide.md has the loop. A trainer without a loop uses GradientAccumulation.
 ///
 /// A window is loaded at once and occupies the memory of its batches. A loader that reuses the
 /// tensors of the previous batch must copy them. Save the position in the data (a checkpoint) after

@@ -4,10 +4,16 @@
 
 #include <mezzo/base/version.h>
 
+#include <algorithm>
 #include <charconv>
 #include <cstdint>
 #include <iterator>
 #include <string>
+#include <vector>
+
+namespace torch::optim {
+class Optimizer;
+}  // namespace torch::optim
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
@@ -24,10 +30,21 @@ struct SkippedStep {
   /// The number of consecutive skipped iterations, including this one. A scale that starts too high
   /// causes about ten; beyond ten look for an inf or NaN.
   int64_t consecutive_skips = 1;
+  /// The optimizers whose gradients had an inf or NaN, in the order of their steps; a MasterWeights
+  /// as the optimizer that it wraps. Addresses to compare: the optimizers may be destroyed.
+  std::vector<const torch::optim::Optimizer*> optimizers = {};
+  /// Describes them if the scaler has stepped several optimizers: "optimizer 2 of 4 (Adam, 6
+  /// parameters)", in the order of the steps of the iteration. Empty if it has stepped only one.
+  std::string description = {};
+
+  /// Returns whether `optimizer` skipped its step: `skipped.is_of(actor_optimizer)`.
+  bool is_of(const torch::optim::Optimizer& optimizer) const {
+    return std::ranges::find(optimizers, &optimizer) != optimizers.end();
+  }
 
   /// Returns Apex's message: "Gradient overflow or NaN.  Skipping step, loss scaler 0 reducing loss
-  /// scale to 32768.0", or "... keeping loss scale at 128.0". OverflowReport distinguishes inf and
-  /// NaN.
+  /// scale to 32768.0", or "... keeping loss scale at 128.0", and the description. OverflowReport
+  /// distinguishes inf and NaN.
   std::string message() const;
 };
 
@@ -67,7 +84,7 @@ inline std::string SkippedStep::message() const {
                      : next_scale == scale ? " keeping loss scale at "
                                            : " setting loss scale to ";
   return "Gradient overflow or NaN.  Skipping step, loss scaler " + std::to_string(loss_id) + verb +
-         detail::format_python_float(next_scale);
+         detail::format_python_float(next_scale) + (description.empty() ? "" : ": " + description);
 }
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -146,8 +146,11 @@ TEST(AutocastOpList, PrintsTable) {
               testing::ContainsRegex("cuda  aten::softmax\\.int +fp32_set_opt_dtype\n"));
 }
 
-TEST(AutocastOpList, ThrowsForUnsupportedDevice) {
-  EXPECT_THROW(mezzo::autocast_op_list(torch::kXPU), c10::Error);
+TEST(AutocastOpList, ListsOtherDevices) {
+  EXPECT_EQ(mezzo::autocast_op_list(torch::kXPU).cast_policy("aten::mm"),
+            mezzo::CastPolicy::lower_precision_fp);
+  EXPECT_TRUE(mezzo::autocast_op_list(torch::kHPU).entries().empty()) << "its backend has them";
+  EXPECT_THROW(mezzo::autocast_op_list(torch::kMeta), c10::Error);
 }
 
 TEST(AutocastKernelProbe, ReturnsUnknownForOtherKernels) {

@@ -32,6 +32,7 @@ MEZZO_INLINE std::ostream& operator<<(std::ostream& stream, const AutocastOpList
 }
 
 MEZZO_INLINE AutocastOpList autocast_op_list(c10::DeviceType device) {
+  detail::check_autocast_device(device);
   const auto key = detail::autocast_key(device);
   std::vector<OpEntry> entries;
   for (const auto& name : c10::Dispatcher::singleton().getAllOpNamesForDispatchKey(key)) {

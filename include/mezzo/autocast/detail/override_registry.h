@@ -202,15 +202,15 @@ class OverrideRegistry {
     const std::lock_guard lock(mutex_);
     RegisteredOp& registered_op = find_or_create(*handle);
     if (registered_op.is_installed) return;
-    for (const auto device : kAutocastDevices) {
-      if (!handle->hasKernelForDispatchKey(autocast_key(device))) {  // a probe would find mezzo's
+    for (const auto& [device, key] : autocast_devices()) {
+      if (!handle->hasKernelForDispatchKey(key)) {  // a probe would find mezzo's
         registered_op.registered_policies[autocast_device_index(device)] = CastPolicy::fallthrough;
       }
       auto kernel = c10::KernelFunction::makeFromBoxedFunctor(
           std::make_unique<OverrideKernel>(*handle, device, registered_op));
       const SuppressWarningsGuard no_warnings;  // the dispatcher warns about the first override
       handles_.push_back(c10::Dispatcher::singleton().registerImpl(
-          handle->operator_name(), autocast_key(device), std::move(kernel), std::nullopt, nullptr,
+          handle->operator_name(), key, std::move(kernel), std::nullopt, nullptr,
           "override by mezzo::install_op_overrides"));
     }
     registered_op.is_installed = true;

@@ -3,6 +3,8 @@
 #pragma once
 
 #include <mezzo/autocast/autocast_options.h>
+#include <mezzo/autocast/detail/thread_op_overrides.h>
+#include <mezzo/base/detail/dtype_names.h>
 #include <mezzo/base/detail/hardware.h>
 
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -16,12 +18,6 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
-
-inline void check_autocast_device(c10::DeviceType device) {
-  TORCH_CHECK(default_autocast_dtype(device) != at::ScalarType::Undefined,
-              "User specified an unsupported autocast device_type '",
-              c10::DeviceTypeName(device, /*lower_case=*/true), "'; use cpu, cuda or mps");
-}
 
 inline AutocastOptions disabled_autocast_options(c10::DeviceType device,
                                                  const std::string& reason) {
@@ -134,13 +130,14 @@ inline AutocastOptions parse_mixed_precision(std::string_view value, c10::Device
 
 inline AutocastOptions recommended_autocast(c10::Device device) {
   detail::check_autocast_device(device.type());
-  if (device.is_mps()) {
-    return {.device_type = c10::DeviceType::MPS,
-            .dtype = at::ScalarType::Half,
-            .reason = "float16: libtorch's default on mps; scale the loss"};
-  }
-  return device.is_cpu() ? detail::recommend_cpu(detail::cpu_features())
-                         : detail::recommend_cuda(detail::get_compute_capability(device));
+  if (device.is_cpu()) return detail::recommend_cpu(detail::cpu_features());
+  if (device.is_cuda()) return detail::recommend_cuda(detail::get_compute_capability(device));
+  const at::ScalarType dtype = default_autocast_dtype(device.type());
+  return {.device_type = device.type(),
+          .dtype = dtype,
+          .reason = std::string(detail::dtype_name(dtype)) + ": libtorch's default on " +
+                    c10::DeviceTypeName(device.type(), /*lower_case=*/true) +
+                    (dtype == at::ScalarType::Half ? "; scale the loss" : "")};
 }
 
 inline AutocastOptions autocast_from_env(c10::Device device, const AutocastOptions& fallback) {
@@ -151,12 +148,12 @@ inline AutocastOptions autocast_from_env(c10::Device device, const AutocastOptio
 }
 
 inline AutocastOptions autocast_from_env(c10::Device device) {
-  const std::string reason = device.is_cpu()   ? "bfloat16: the default on the CPU"
-                             : device.is_mps() ? "float16: the default on MPS"
-                                               : "float16: the default on CUDA";
-  return autocast_from_env(device, {.device_type = device.type(),
-                                    .dtype = default_autocast_dtype(device.type()),
-                                    .reason = reason});
+  const at::ScalarType dtype = default_autocast_dtype(device.type());
+  return autocast_from_env(
+      device, {.device_type = device.type(),
+               .dtype = dtype,
+               .reason = std::string(detail::dtype_name(dtype)) + ": the default on " +
+                         (device.is_cpu() ? "the CPU" : c10::DeviceTypeName(device.type()))});
 }
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -14,7 +14,6 @@
 #include <c10/macros/Export.h>
 #include <c10/util/Exception.h>
 
-#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstddef>
@@ -26,21 +25,27 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// The device types that autocast has op lists for, in the order of per-device arrays.
-inline constexpr std::array kAutocastDevices = {c10::DeviceType::CPU, c10::DeviceType::CUDA,
-                                                c10::DeviceType::MPS};
+/// One value for each device type.
+template <class T>
+using PerDeviceType = std::array<T, c10::COMPILE_TIME_MAX_DEVICE_TYPES>;
 
-inline std::size_t autocast_device_index(c10::DeviceType device) {
-  const auto found = std::ranges::find(kAutocastDevices, device);
-  TORCH_CHECK(found != kAutocastDevices.end(), "device: ", device,
-              " has no autocast op list; use cpu, cuda or mps");
-  return static_cast<std::size_t>(found - kAutocastDevices.begin());
+/// \throws c10::Error if libtorch has no autocast for `device`
+inline void check_autocast_device(c10::DeviceType device) {
+  if (has_autocast(device)) return;
+  std::string supported;
+  for (const auto& [type, key] : autocast_devices()) {
+    supported += (supported.empty() ? "" : ", ") + c10::DeviceTypeName(type, /*lower_case=*/true);
+  }
+  TORCH_CHECK(false, "User specified an unsupported autocast device_type '",
+              c10::DeviceTypeName(device, /*lower_case=*/true),
+              "'; this libtorch has autocast for ", supported,
+              "; use the device that the model is on, or do without autocast");
 }
 
-inline c10::DispatchKey autocast_key(c10::DeviceType device) {
-  constexpr std::array kKeys = {c10::DispatchKey::AutocastCPU, c10::DispatchKey::AutocastCUDA,
-                                c10::DispatchKey::AutocastMPS};
-  return kKeys[autocast_device_index(device)];
+/// Returns the index of `device` in a PerDeviceType. \throws c10::Error as check_autocast_device
+inline std::size_t autocast_device_index(c10::DeviceType device) {
+  check_autocast_device(device);
+  return static_cast<std::size_t>(device);
 }
 
 /// An op in the OverrideRegistry. Never destroyed.
@@ -49,7 +54,7 @@ struct RegisteredOp {
   std::atomic<bool> is_installed = false;  ///< install_op_overrides was called for it
   /// The cast policies of the registered autocast kernels, libtorch's or another library's, by
   /// autocast_device_index. Empty until requested.
-  std::array<std::optional<CastPolicy>, kAutocastDevices.size()> registered_policies{};
+  PerDeviceType<std::optional<CastPolicy>> registered_policies{};
 };
 
 /// The entries of OpOverrides.
@@ -74,7 +79,7 @@ struct OpOverrideMap {
 
 /// The active overrides of a thread, by autocast_device_index. A copy can be passed to another
 /// thread.
-using ThreadOpOverrides = std::array<OpOverridesHandle, kAutocastDevices.size()>;
+using ThreadOpOverrides = PerDeviceType<OpOverridesHandle>;
 
 /// Returns this thread's overrides: one object per thread and version of mezzo. Exported also from
 /// translation units with hidden visibility, so that shared libraries share it.
@@ -94,7 +99,7 @@ inline bool is_eligible(const at::Tensor& tensor, c10::DeviceType device) {
 
 /// Returns the device whose autocast is enabled in this thread and may cast this tensor.
 inline std::optional<c10::DeviceType> eligible_autocast_device(const at::Tensor& tensor) {
-  for (const auto device : kAutocastDevices) {
+  for (const auto& [device, key] : autocast_devices()) {
     if (is_eligible(tensor, device) && at::autocast::is_autocast_enabled(device)) return device;
   }
   return std::nullopt;

@@ -72,9 +72,10 @@ inline void check_model(const torch::nn::Module& model) {
     TORCH_CHECK(!at::isFloatingType(dtype) || dtype == at::kFloat, "Found param ", item.key(),
                 " of ", model.name(), " with type ", dtype_name(dtype),
                 describe_expected_float32(dtype));
-    TORCH_CHECK(parameter.is_cpu() || parameter.is_cuda() || parameter.is_mps(), "Found param ",
-                item.key(), " of ", model.name(), " on ", parameter.device(),
-                "; move the model to cpu, cuda or mps first");
+    TORCH_CHECK(has_autocast(parameter.device().type()), "Found param ", item.key(), " of ",
+                model.name(), " on ", parameter.device(),
+                ", which has no autocast; move the model to another device, such as cpu or cuda, "
+                "first");
   }
   for (const auto& item : model.named_buffers()) {
     const at::ScalarType dtype = item.value().scalar_type();
@@ -323,14 +324,14 @@ inline void Amp::enter_autocast_regions(const torch::nn::Module& module,
               " was not passed to mezzo::initialize, and is not inside a model that was; pass all "
               "models to one call, mezzo::initialize({a, b}, ...)");
   if (!enabled_ || !level_.uses_autocast()) return;
-  for (std::size_t i = 0; i < regions.size(); ++i) {
-    const c10::DeviceType device = detail::kAutocastDevices[i];
+  for (const auto& [type, key] : detail::autocast_devices()) {
+    const c10::DeviceType device = type;  // a lambda cannot capture `type`
     const auto is_on_device = [device](const at::Tensor& parameter) {
       return parameter.device().type() == device;
     };
     const auto& parameters = model->parameters;
     if (!parameters.empty() && std::ranges::none_of(parameters, is_on_device)) continue;
-    regions[i].emplace(
+    regions[detail::autocast_device_index(device)].emplace(
         detail::validated_options({.device_type = device,
                                    .dtype = level_.mixed_precision_policy().compute_dtype,
                                    .op_overrides = op_overrides_}));

@@ -12,8 +12,10 @@
 #include <torch/optim/optimizer.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <string>
+#include <typeinfo>
 #include <unordered_map>
 #include <vector>
 
@@ -24,6 +26,13 @@ inline std::string describe_param(const torch::optim::Optimizer& optimizer,
                                   const at::Tensor& parameter) {
   return OptimizerDescription{"", optimizer.param_groups()}.describe_param(parameter);
 }
+
+/// What is known of an optimizer after its destruction.
+struct OptimizerIdentity {
+  const torch::optim::Optimizer* address;  ///< compared, never dereferenced
+  const std::type_info* type;
+  std::size_t num_params = 0;
+};
 
 /// The last call for an optimizer in an iteration.
 enum class OptState : uint8_t { ready, unscaled, stepped };
@@ -36,9 +45,11 @@ class PerOptimizerState {
   /// A float of one element on the scale's device: not 0 if a check found an inf or NaN. Undefined
   /// before the first check.
   at::Tensor found_inf{};
+  OptimizerIdentity optimizer;
 
-  explicit PerOptimizerState(const torch::optim::Optimizer& optimizer) {
-    for (const auto& group : optimizer.param_groups()) {
+  explicit PerOptimizerState(const torch::optim::Optimizer& of) : optimizer{&of, &typeid(of)} {
+    for (const auto& group : of.param_groups()) {
+      optimizer.num_params += group.params().size();
       if (!group.params().empty())
         first_params_.emplace_back(group.params().front().getIntrusivePtr());
     }
