@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""The BERT NER example in Python's torch.amp, with equal model, data, batches, lr, schedule and clipping.
+"""The BERT NER example in Python's torch.amp, from the same initial weights, on the same batches, with equal lr, schedule and clipping.
 
-    bert_ner_torch.py MODEL CONLL [--precision fp32|tf32|fp16|bf16] [--device cuda] [--batch-size N] [--max-steps N]
+    bert_ner_torch.py MODEL CONLL [--precision fp32|tf32|fp16|bf16] [--device cuda|cpu] [--batch-size N] [--max-steps N]
 
-Prints a line of JSON. Needs a Python with torch only.
+The defaults are those of the example. Prints a line of JSON. Needs a Python with torch only.
 """
 import argparse
 import json
+import math
 import pathlib
-import random
 import re
 import struct
 import time
@@ -27,10 +27,82 @@ def arguments():
     parser.add_argument("conll", type=pathlib.Path)
     parser.add_argument("--precision", default="fp32", choices=("fp32", "tf32", "fp16", "bf16"))
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--learning-rate", type=float, default=4e-4)
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--learning-rate", type=float, default=5e-4)
+    parser.add_argument("--warmup", type=float, default=0.0)
+    parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--max-steps", type=int)
+    parser.add_argument("--seed", type=int, default=1)
     return parser.parse_args()
+
+
+# --- Random numbers of the example; the C++ standard defines them ---------------------------------------------------------------------
+
+
+def seed_sequence(seeds, count):
+    """std::seed_seq(seeds).generate, for at least 623 numbers of 32 bits."""
+    mask, lag, size = 0xFFFFFFFF, 11, len(seeds)
+    middle = (count - lag) // 2
+    words = [0x8B8B8B8B] * count
+    mix = lambda x: x ^ (x >> 27)
+    for k in range(max(size + 1, count)):
+        i, p, q = k % count, (k + middle) % count, (k + middle + lag) % count
+        r1 = 1664525 * mix(words[i] ^ words[p] ^ words[k - 1 if k else count - 1]) & mask
+        r2 = r1 + (size if k == 0 else k + seeds[k - 1] if k <= size else k) & mask
+        words[p], words[q], words[i] = words[p] + r1 & mask, words[q] + r2 & mask, r2
+    for k in range(max(size + 1, count), max(size + 1, count) + count):
+        i, p, q = k % count, (k + middle) % count, (k + middle + lag) % count
+        r3 = 1566083941 * mix(words[i] + words[p] + words[(k - 1) % count] & mask) & mask
+        r4 = r3 - i & mask
+        words[p], words[q], words[i] = words[p] ^ r3, words[q] ^ r4, r4
+    return words
+
+
+class Mt19937_64:
+    """std::mt19937_64, from a number or from a seed sequence of 32-bit numbers."""
+
+    def __init__(self, seed):
+        mask = 2**64 - 1
+        if isinstance(seed, int):
+            self.state = [seed]
+            for i in range(1, 312):
+                self.state.append(6364136223846793005 * (self.state[-1] ^ self.state[-1] >> 62) + i & mask)
+        else:
+            words = seed_sequence(seed, 624)
+            self.state = [words[2 * i] | words[2 * i + 1] << 32 for i in range(312)]
+        self.next = 312
+
+    def __call__(self):
+        if self.next == 312:
+            self.next = 0
+            for i in range(312):
+                x = self.state[i] & 0xFFFFFFFF80000000 | self.state[(i + 1) % 312] & 0x7FFFFFFF
+                self.state[i] = self.state[(i + 156) % 312] ^ x >> 1 ^ (x & 1) * 0xB5026F5AA96619E9
+        x = self.state[self.next]
+        self.next += 1
+        x ^= x >> 29 & 0x5555555555555555
+        x ^= x << 17 & 0x71D67FFFEDA60000
+        x ^= x << 37 & 0xFFF7EEE000000000
+        return x ^ x >> 43
+
+
+def shuffled_indices(count, generator):
+    """shuffled_indices of examples/bert_ner/dataset.h."""
+    indices = list(range(count))
+    for last in range(count, 1, -1):
+        number = generator()
+        while number >= 2**64 // last * last:
+            number = generator()
+        indices[last - 1], indices[number % last] = indices[number % last], indices[last - 1]
+    return indices
+
+
+def shuffle_batches(count, seed, epoch):
+    """shuffle_batches of examples/bert_ner/batches.h: the longest batch, which is the last, comes first."""
+    order = shuffled_indices(count, Mt19937_64([seed, 0, epoch]))
+    longest = order.index(count - 1)
+    order[0], order[longest] = order[longest], order[0]
+    return order
 
 
 # --- Data ---------------------------------------------------------------------------------------------------------------
@@ -195,35 +267,37 @@ def main():
     if options.device == "cuda" and not torch.cuda.is_available():
         print("bert_ner_torch.py: torch sees no CUDA device; nothing was trained")
         return 77
-    torch.manual_seed(1)
-    random.seed(1)
     torch.backends.cuda.matmul.allow_tf32 = options.precision == "tf32"
     config = json.loads((options.model / "config.json").read_text())
     data = read_conll(options.conll)
     labels = ["O"] + sorted({tag for _, tags in data for tag in tags} - {"O"})
     number = {label: i for i, label in enumerate(labels)}
-    random.shuffle(data)
-    held_out = round(0.2 * len(data))
+    held_out = set(shuffled_indices(len(data), Mt19937_64(options.seed))[:round(0.2 * len(data))])
     tokenizer = WordPieceTokenizer(options.model / "vocab.txt")
     encoded = [encode(sentence, tokenizer, number) for sentence in data]
+    torch.manual_seed(options.seed)
     net = Bert(config, len(labels))
     net.load(read_safetensors(options.model / "model.safetensors"))
     net.to(options.device)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(options.precision)
     autocast = lambda: torch.autocast(options.device, dtype=dtype, enabled=dtype is not None)
-    groups = [{"params": [p for p in net.parameters() if p.dim() > 1], "weight_decay": 0.01},
-              {"params": [p for p in net.parameters() if p.dim() <= 1], "weight_decay": 0.0}]
+    pretrained = [p for name, p in net.named_parameters() if not name.startswith("classifier.")]
+    groups = [{"params": [p for p in pretrained if p.dim() > 1], "weight_decay": 0.01, "lr_factor": 1},
+              {"params": [p for p in pretrained if p.dim() <= 1], "weight_decay": 0.0, "lr_factor": 1},
+              {"params": list(net.classifier.parameters()), "weight_decay": 0.0, "lr_factor": 20}]
     optimizer = torch.optim.AdamW(groups, lr=options.learning_rate, fused=True)
     scaler = torch.amp.GradScaler(options.device, enabled=dtype is not None)
     wait = torch.cuda.synchronize if options.device == "cuda" else lambda: None
 
-    batches = batches_of(encoded[held_out:], options.batch_size)
-    random.shuffle(batches)
+    batches = batches_of([example for i, example in enumerate(encoded) if i not in held_out], options.batch_size)
+    order = [i for epoch in range(options.epochs) for i in shuffle_batches(len(batches), options.seed, epoch)]
+    total, warmup = len(order), math.floor(options.warmup * len(order) + 0.5)
     tokens, began = 0, time.perf_counter()
-    for step, batch in enumerate(batches[:options.max_steps]):
+    for step, position in enumerate(order[:options.max_steps]):
+        factor = (step + 1) / (warmup + 1) if step < warmup else (total - step) / (total - warmup)
         for group in optimizer.param_groups:
-            group["lr"] = options.learning_rate * (1 - step / len(batches))
-        ids, tags, mask, count = collate(batch, options.device)
+            group["lr"] = options.learning_rate * group["lr_factor"] * factor
+        ids, tags, mask, count = collate(batches[position], options.device)
         with autocast():
             loss = F.cross_entropy(net(ids, mask).flatten(0, 1).float(), tags.flatten(), ignore_index=IGNORED)
         scaler.scale(loss).backward()
@@ -239,7 +313,7 @@ def main():
     net.eval()
     right = guessed = wanted = 0
     with torch.no_grad(), autocast():
-        for batch in batches_of(encoded[:held_out], 32):
+        for batch in batches_of([encoded[i] for i in sorted(held_out)], 32):
             ids, tags, mask, _ = collate(batch, options.device)
             best = net(ids, mask).argmax(-1).cpu()
             for own, truth in zip(best, tags.cpu()):
@@ -248,7 +322,7 @@ def main():
                 right, guessed, wanted = right + len(predicted & true), guessed + len(predicted), wanted + len(true)
     memory = torch.cuda.max_memory_allocated() if options.device == "cuda" else None
     print(json.dumps({"what": f"BERT NER, {options.precision}", "peer": "Python torch.amp",
-                      "f1": round(2 * right / max(1, guessed + wanted), 4), "tokens_per_second": round(tokens / seconds),
+                      "f1": round(2 * right / max(1, guessed + wanted), 4), "tokens_per_second": round(tokens / seconds), "loss": loss.item(),
                       "peak_memory_bytes": memory}), flush=True)
     return 0
 

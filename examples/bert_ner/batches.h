@@ -74,13 +74,17 @@ inline BatchList length_sorted_batches(std::span<const Example> examples, std::s
   return batches;
 }
 
-/// Returns the batches in the order of an epoch, which depends only on seed and epoch.
+/// Returns the result of length_sorted_batches in the order of an epoch, which depends only on seed
+/// and epoch. The longest batch is first: memory peaks in the first step, and the smaller tensors
+/// of later batches fit into what malloc then keeps.
 inline BatchList shuffle_batches(const BatchList& batches, uint64_t seed, int64_t epoch) {
   std::seed_seq words{static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32),
                       static_cast<uint32_t>(epoch)};
   std::mt19937_64 generator(words);
+  auto order = shuffled_indices(batches.size(), generator);
+  std::iter_swap(order.begin(), std::ranges::find(order, batches.size() - 1));
   BatchList result;
-  for (const auto i : shuffled_indices(batches.size(), generator)) result.push_back(batches[i]);
+  for (const auto i : order) result.push_back(batches[i]);
   return result;
 }
 

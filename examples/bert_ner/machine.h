@@ -13,6 +13,7 @@
 #include <cstdlib>
 #include <fstream>
 #include <string>
+#include <unordered_map>
 
 #include "options.h"
 #include "text.h"
@@ -41,11 +42,16 @@ inline void set_library_defaults() {
   if (std::getenv("MALLOC_TRIM_THRESHOLD_") == nullptr) mallopt(M_TRIM_THRESHOLD, 1 << 30);
 }
 
+using CpuCapabilities = std::unordered_map<std::string, c10::IValue>;
+
 /// Returns whether this device has instructions for float16 products.
-inline bool has_float16(torch::Device device) {
-  const auto capabilities = at::cpu::get_cpu_capabilities();
-  const auto found = capabilities.find("avx512_fp16");
-  return !device.is_cpu() || (found != capabilities.end() && found->second == true);
+inline bool has_float16(torch::Device device,
+                        const CpuCapabilities& cpu = at::cpu::get_cpu_capabilities()) {
+  const auto has = [&](const char* instructions) {
+    const auto found = cpu.find(instructions);
+    return found != cpu.end() && found->second == true;
+  };
+  return !device.is_cpu() || has("avx512_fp16") || has("amx_fp16");
 }
 
 /// Returns the autocast options of a row. For Autocast::on, MEZZO_MIXED_PRECISION (no, bf16, fp16,

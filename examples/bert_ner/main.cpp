@@ -28,12 +28,12 @@ void run(const std::vector<std::string>& arguments) {
   } else {
     const bool has_file = !options.json.empty() && options.json != "-";
     if (has_file) bert_ner::write_file(options.json, nullptr);  // fails before the training
-    const auto table = options.kind == Kind::table
-                           ? bert_ner::run_rows(options, arguments)
-                           : bert_ner::Table{{{bert_ner::Run(options).execute()}}, {}};
+    const auto rows = options.kind == Kind::table
+                          ? bert_ner::run_rows(options, arguments)
+                          : std::vector{bert_ner::TableRow{{bert_ner::Run(options).execute()}, {}}};
     if (bert_ner::stop_signal != 0) return;
-    const auto json = bert_ner::table_json(table, options).dump(2) + "\n";
-    std::cout << (options.json == "-" ? json : bert_ner::format_table(table));
+    const auto json = bert_ner::table_json(rows, options).dump(2) + "\n";
+    std::cout << (options.json == "-" ? json : bert_ner::format_table(rows));
     if (has_file) bert_ner::write_file(options.json, [&](std::ostream& file) { file << json; });
   }
   if (std::cout.flush()) return;

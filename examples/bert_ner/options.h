@@ -49,11 +49,11 @@ inline const Precision& find_precision(const std::string& flag) {
 struct TrainingOptions {
   std::string precision = "amp";  ///< a row's flag
   double held_out = 0.2;          ///< fraction of the sentences for validation
-  double learning_rate = 4e-4;
-  int64_t epochs = 1;
-  int64_t batch_size = 8;
+  double learning_rate = 5e-4;    ///< maximum, of the pretrained layers
+  int64_t epochs = 2;
+  int64_t batch_size = 64;
   double warmup = 0.0;   ///< fraction of the steps for learning-rate warmup
-  double dropout = 0.0;  ///< instead of the model's: one epoch does not overfit
+  double dropout = 0.0;  ///< instead of the model's: two epochs do not overfit
   uint64_t seed = 1;     ///< of split, batch order, classifier initialization and dropout
 };
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(TrainingOptions, precision, held_out, learning_rate, epochs,
@@ -111,7 +111,7 @@ inline Options parse_command_line(const std::vector<std::string>& arguments) {
       ->take_last();
   app.add_option("--epochs", training.epochs)->check(at_least_1);
   app.add_option("--batch-size", training.batch_size)->check(at_least_1);
-  app.add_option("--learning-rate", training.learning_rate, "maximum")
+  app.add_option("--learning-rate", training.learning_rate, "maximum, of the pretrained layers")
       ->check(CLI::Range(0.0, 10.0));
   app.add_option("--warmup", training.warmup, "fraction of the steps for warmup")->check(fraction);
   app.add_option("--dropout", training.dropout, "between layers and in attention")

@@ -31,17 +31,34 @@ struct RunResult {
   std::string autocast;  ///< "off", "bfloat16" or "float16"
   double f1 = 0, precision = 0, recall = 0;
   int64_t peak_memory_bytes = 0;
-  double bytes_per_parameter = 0;  ///< see Trainer::bytes_per_parameter
-  double tokens_per_second = 0;    ///< during training, without padding
+  double bytes_per_parameter = 0;      ///< see Trainer::bytes_per_parameter
+  double tokens_per_second = 0;        ///< during training, without padding
+  double first_tokens_per_second = 0;  ///< in steps 2 to kFirstSteps; step 1 compiles kernels
   int64_t steps = 0, skipped_steps = 0;
   double loss_scale = 1;  ///< at the end
 };
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(RunResult, name, seed, autocast, f1, precision, recall,
-                                   peak_memory_bytes, bytes_per_parameter, tokens_per_second, steps,
-                                   skipped_steps, loss_scale)
+                                   peak_memory_bytes, bytes_per_parameter, tokens_per_second,
+                                   first_tokens_per_second, steps, skipped_steps, loss_scale)
+
+/// The steps in which the speeds of rows are compared.
+inline constexpr int64_t kFirstSteps = 6;
 
 /// The signal that stops the run, or 0.
 inline volatile std::sig_atomic_t stop_signal = 0;
+
+/// Tokens per second over several steps.
+class Speed {
+ public:
+  void add(const mezzo::StepMetrics& step) {
+    seconds_ += step.step_seconds;
+    tokens_ += step.tokens_per_second.value_or(0) * step.step_seconds;
+  }
+  double value() const { return seconds_ > 0 ? tokens_ / seconds_ : 0.0; }
+
+ private:
+  double seconds_ = 0, tokens_ = 0;
+};
 
 /// SIGTERM and Ctrl-C stop the run after the current step. A second signal ends the process.
 inline void stop_at_signals() {
@@ -112,14 +129,14 @@ class Run {
 
   /// Prints progress every few seconds.
   void print_progress(const mezzo::StepMetrics& record) {
-    seconds_ += record.step_seconds;
-    tokens_ += record.tokens_per_second.value_or(0) * record.step_seconds;
+    training_speed_.add(record);
+    if (record.step > 1 && record.step <= kFirstSteps) first_speed_.add(record);
     const auto now = std::chrono::steady_clock::now();
     if (now - last_printed_ < std::chrono::seconds(5) && record.step != last_step()) return;
     last_printed_ = now;
     log(c10::str("step ", record.step, "/", last_step()) +
         format("  loss %.4f  scale %g  %.0f tokens/s", record.loss.value_or(0), record.scale,
-               tokens_ / seconds_));
+               training_speed_.value()));
   }
 
   int64_t last_step() const {
@@ -216,7 +233,8 @@ class Run {
             .recall = score.recall,
             .peak_memory_bytes = peak_memory_bytes(device_),
             .bytes_per_parameter = trainer_.bytes_per_parameter(),
-            .tokens_per_second = seconds_ > 0 ? tokens_ / seconds_ : 0.0,
+            .tokens_per_second = training_speed_.value(),
+            .first_tokens_per_second = first_speed_.value(),
             .steps = trainer_.steps,
             .skipped_steps = trainer_.steps - trainer_.schedule.applied_steps(),
             .loss_scale = trainer_.scaler.get_scale()};
@@ -252,8 +270,8 @@ class Run {
   BatchList batches_;
   int64_t epoch_steps_;
   Trainer trainer_;
-  json record_;                      ///< what must be equal when the run is resumed
-  double seconds_ = 0, tokens_ = 0;  ///< during training
+  json record_;  ///< what must be equal when the run is resumed
+  Speed training_speed_, first_speed_;
   std::chrono::steady_clock::time_point last_printed_ = std::chrono::steady_clock::now();
 };
 

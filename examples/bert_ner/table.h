@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <nlohmann/json.hpp>
+#include <numeric>
 #include <string>
 #include <utility>
 #include <vector>
@@ -21,96 +22,93 @@
 namespace bert_ner {
 
 /// A row of the table: the runs in one precision, with one seed each.
-using TableRow = std::vector<RunResult>;
-
-/// The rows, and the speed of the same float32 steps before the first row and after each. If it
-/// varies, the machine was not idle, and the speeds of the rows are not comparable.
-struct Table {
-  std::vector<TableRow> rows;
-  std::vector<double> float32_speeds;  ///< tokens per second; empty for a single run
+struct TableRow {
+  std::vector<RunResult> runs;
+  /// For each run, the speed of its first steps relative to the same steps in float32, just before
+  /// the run and just after it. Other load of the machine slows all three down, so that the ratios
+  /// hold on a busy machine too, with a wider range. Empty for a single run.
+  std::vector<double> relative_speeds;
 };
 
-/// Returns a warning if the float32 speeds differ by more than 10 %, else an empty string.
-inline std::string speed_warning(const std::vector<double>& float32_speeds) {
-  constexpr double kMaxSpeedRatio = 1.1;
-  if (float32_speeds.empty()) return {};
-  const auto [slowest, fastest] = std::ranges::minmax(float32_speeds);
-  if (fastest <= slowest * kMaxSpeedRatio) return {};
-  return format(
-      "The speeds are not comparable: the same float32 steps ran at %.0f to %.0f tokens/s between "
-      "the "
-      "rows. Run it again on an idle machine.",
-      slowest, fastest);
+inline double mean(const std::vector<double>& values) {
+  return std::accumulate(values.begin(), values.end(), 0.0) / static_cast<double>(values.size());
 }
 
-inline double mean(const TableRow& row, double RunResult::*value) {
-  double sum = 0;
-  for (const auto& run : row) sum += run.*value;
-  return sum / static_cast<double>(row.size());
+inline double mean(const TableRow& row, double RunResult::*member) {
+  std::vector<double> values;
+  for (const auto& run : row.runs) values.push_back(run.*member);
+  return mean(values);
 }
 
-/// Returns the row's mean speed relative to that of the first row.
-inline double relative_speed(const TableRow& row, const TableRow& first) {
-  const double base = mean(first, &RunResult::tokens_per_second);
-  return base > 0 ? mean(row, &RunResult::tokens_per_second) / base : 0.0;
+/// Returns half the range of the values.
+inline double half_range(const std::vector<double>& values) {
+  const auto [lowest, highest] = std::ranges::minmax(values);
+  return (highest - lowest) / 2;
 }
 
-/// Formats the rows as a Markdown table of 97 columns, followed by speed_warning. With several
-/// seeds, F1 is the mean, with minimum and maximum; speed is the mean, memory the maximum, skipped
-/// steps the sum.
-inline std::string format_table(const Table& table) {
+/// Returns the largest peak memory of the row's runs, in bytes.
+inline double peak_memory(const TableRow& row) {
+  return static_cast<double>(
+      std::ranges::max(row.runs, {}, &RunResult::peak_memory_bytes).peak_memory_bytes);
+}
+
+/// Formats the rows as a Markdown table. Memory is the largest of all seeds, also relative to the
+/// first row; skipped steps are the sum; F1 with several seeds is the mean, with minimum and
+/// maximum; speed is the mean of relative_speeds, with half their range.
+inline std::string format_table(const std::vector<TableRow>& rows) {
   using Cells = std::array<std::string, 7>;
   std::vector<Cells> lines{{"name", "F1", "memory", "bytes/param", "tokens/s", "speed", "skipped"}};
-  for (const auto& row : table.rows) {
-    const auto [lowest, highest] = std::ranges::minmax(row, {}, &RunResult::f1);
+  for (const auto& row : rows) {
+    const auto [lowest, highest] = std::ranges::minmax(row.runs, {}, &RunResult::f1);
     const auto range = format(" (%.3f-%.3f)", lowest.f1, highest.f1);
-    const auto memory = std::ranges::max(row, {}, &RunResult::peak_memory_bytes).peak_memory_bytes;
+    const double memory = peak_memory(row);
     int64_t skipped = 0;
-    for (const auto& run : row) skipped += run.skipped_steps;
-    lines.push_back({row.front().name,
-                     format("%.3f", mean(row, &RunResult::f1)) + (row.size() > 1 ? range : ""),
-                     format("%.0f MiB", static_cast<double>(memory) / (1 << 20)),
-                     format("%.1f", row.front().bytes_per_parameter),
-                     format("%.0f", mean(row, &RunResult::tokens_per_second)),
-                     format("%.2f", relative_speed(row, table.rows.front())),
-                     std::to_string(skipped)});
+    for (const auto& run : row.runs) skipped += run.skipped_steps;
+    lines.push_back(
+        {row.runs.front().name,
+         format("%.3f", mean(row, &RunResult::f1)) + (row.runs.size() > 1 ? range : ""),
+         format("%.0f MiB (%.2f)", memory / (1 << 20), memory / peak_memory(rows.front())),
+         format("%.1f", row.runs.front().bytes_per_parameter),
+         format("%.0f", mean(row, &RunResult::tokens_per_second)),
+         row.relative_speeds.empty()
+             ? "-"
+             : format("%.2f ± %.2f", mean(row.relative_speeds), half_range(row.relative_speeds)),
+         std::to_string(skipped)});
   }
+  const auto width_of = [](const std::string& cell) {  // in characters of UTF-8
+    return static_cast<std::size_t>(
+        std::ranges::count_if(cell, [](char c) { return (c & 0xC0) != 0x80; }));
+  };
   std::string text;
   for (const auto& cells : lines) {
     std::string rule;
     for (std::size_t i = 0; i < cells.size(); ++i) {
       std::size_t width = 0;
-      for (const auto& line : lines) width = std::max(width, line[i].size());
-      const std::string padding(width - cells[i].size(), ' ');
+      for (const auto& line : lines) width = std::max(width, width_of(line[i]));
+      const std::string padding(width - width_of(cells[i]), ' ');
       text += "| " + (i == 0 ? cells[i] + padding : padding + cells[i]) + " ";
       rule += "|" + std::string(width + 1, '-') + (i == 0 ? "-" : ":");
     }
     text += "|\n";
     if (&cells == &lines.front()) text += rule + "|\n";
   }
-  const auto note = speed_warning(table.float32_speeds);
-  return note.empty() ? text : text + "\n" + note + "\n";
+  return text;
 }
 
-/// Returns the table as JSON: for each row the run of the first seed, its relative_speed and, with
-/// several seeds, all runs; options, threads, float32_speeds, and whether the speeds are
-/// comparable.
-inline json table_json(const Table& table, const Options& options) {
-  json rows = json::array();
-  for (const auto& row : table.rows) {
-    json entry = row.front();
-    entry["relative_speed"] = relative_speed(row, table.rows.front());
-    if (row.size() > 1) entry["runs"] = row;
-    rows.push_back(std::move(entry));
+/// Returns the table as JSON: options, threads, and for each row the run of the first seed, its
+/// relative speeds and, with several seeds, all runs.
+inline json table_json(const std::vector<TableRow>& rows, const Options& options) {
+  json entries = json::array();
+  for (const auto& row : rows) {
+    json entry = row.runs.front();
+    entry["relative_speeds"] = row.relative_speeds;
+    entry["relative_memory"] = peak_memory(row) / peak_memory(rows.front());
+    if (row.runs.size() > 1) entry["runs"] = row.runs;
+    entries.push_back(std::move(entry));
   }
-  return {{"rows", std::move(rows)},
-          {"float32_speeds", table.float32_speeds},
-          {"speeds_are_comparable", speed_warning(table.float32_speeds).empty()},
-          {"device", options.device},
-          {"threads", at::get_num_threads()},
-          {"data", options.data},
-          {"model", options.model},
-          {"training", options.training}};
+  return {{"rows", std::move(entries)},       {"device", options.device},
+          {"threads", at::get_num_threads()}, {"data", options.data},
+          {"model", options.model},           {"training", options.training}};
 }
 
 /// Runs a row in a subprocess of this program. If it fails, exits with its status.
@@ -133,12 +131,21 @@ inline RunResult run_in_subprocess(const std::vector<std::string>& arguments) {
   return parse_json(text, "the output of a row").at("rows").at(0).get<RunResult>();
 }
 
+/// Returns the precisions of the table. The float16 row is included if the amp rows use another
+/// dtype and the device multiplies float16 natively.
+inline std::vector<Precision> table_precisions(const mezzo::AutocastOptions& amp,
+                                               bool has_float16_products) {
+  auto rows = precisions();
+  if (describe(amp) == "float16" || !has_float16_products) rows.pop_back();
+  return rows;
+}
+
 /// Runs every row and seed in a separate process, so that peak memory is that of one run, and a few
-/// float32 steps in between. Warns if autocast is slower than float32 on this device. The float16
-/// row is included if the amp rows use another dtype and the device has float16 instructions.
-/// \param arguments this program's arguments, to which --precision and --seed are appended
+/// float32 steps before the first and after each. Warns if autocast is slower than float32 on this
+/// device. \param arguments this program's arguments, to which --precision and --seed are appended
 /// \throws InputError if the device does not exist
-inline Table run_rows(const Options& options, const std::vector<std::string>& arguments) {
+inline std::vector<TableRow> run_rows(const Options& options,
+                                      const std::vector<std::string>& arguments) {
   const auto device = find_device(options.device);
   const auto amp = make_autocast_options(find_precision("amp"), device);
   const auto native = mezzo::recommended_autocast(device);
@@ -151,24 +158,28 @@ inline Table run_rows(const Options& options, const std::vector<std::string>& ar
     all.insert(all.end(), more.begin(), more.end());
     return run_in_subprocess(all);
   };
-  auto rows = precisions();
-  if (describe(amp) == "float16" || !has_float16(device)) rows.pop_back();
-  Table table{std::vector<TableRow>(rows.size()), {}};
-  const auto time_float32 = [&] {
-    const auto steps = std::to_string(options.max_steps > 0 ? options.max_steps : 40);
-    const auto timed = run("fp32", options.training.seed, {"--quiet", "--max-steps", steps});
-    table.float32_speeds.push_back(timed.tokens_per_second);
+  const auto time_float32 = [&](uint64_t seed) {
+    const auto steps =
+        options.max_steps > 0 ? std::min(options.max_steps, kFirstSteps) : kFirstSteps;
+    return run("fp32", seed, {"--quiet", "--max-steps", std::to_string(steps)})
+        .first_tokens_per_second;
   };
-  time_float32();
+  const auto precisions = table_precisions(amp, has_float16(device));
+  std::vector<TableRow> rows(precisions.size());
   for (int i = 0; i < options.seeds; ++i) {
-    // Seeds in the outer loop, so that other load of the machine affects all rows.
+    const auto seed = options.training.seed + static_cast<uint64_t>(i);
+    double before = time_float32(seed);
     for (std::size_t row = 0; row < rows.size(); ++row) {
-      const auto seed = options.training.seed + static_cast<uint64_t>(i);
-      table.rows[row].push_back(run(rows[row].flag, seed, {}));
-      time_float32();
+      const auto& result = rows[row].runs.emplace_back(run(precisions[row].flag, seed, {}));
+      const double after = time_float32(seed);
+      for (const double float32 : {before, after}) {
+        rows[row].relative_speeds.push_back(float32 > 0 ? result.first_tokens_per_second / float32
+                                                        : 0.0);
+      }
+      before = after;
     }
   }
-  return table;
+  return rows;
 }
 
 }  // namespace bert_ner

@@ -21,21 +21,32 @@
 
 namespace bert_ner {
 
-/// Creates AdamW, with weight decay for weights but not for biases and layer norms. With 8-bit
-/// moments, embeddings have float32 moments: rows of rare words would underflow in a block with
-/// frequent words.
+/// The learning rate of the classifier relative to that of the pretrained layers: it starts from
+/// random weights.
+inline constexpr double kClassifierLearningRateFactor = 20;
+
+/// Creates AdamW, with weight decay for weights but not for biases, layer norms and the classifier.
+/// With 8-bit moments, embeddings have float32 moments: rows of rare words would underflow in a
+/// block with frequent words.
 inline std::unique_ptr<torch::optim::Optimizer> make_optimizer(
     const BertForTokenClassification& model, const TrainingOptions& options) {
-  std::vector<torch::Tensor> decayed, embeddings, others;
+  std::vector<torch::Tensor> decayed, embeddings, others, classifier;
   for (const auto& item : model->named_parameters()) {
     const bool is_embedding = item.key().find("_embeddings.") != std::string::npos;
-    (item.value().dim() < 2 ? others : is_embedding ? embeddings : decayed).push_back(item.value());
+    (item.key().starts_with("classifier.") ? classifier
+     : item.value().dim() < 2              ? others
+     : is_embedding                        ? embeddings
+                                           : decayed)
+        .push_back(item.value());
   }
   const torch::optim::AdamWOptions adamw(options.learning_rate);
   std::vector<torch::optim::OptimizerParamGroup> groups;
-  for (const auto* const parameters : {&embeddings, &decayed, &others}) {
+  for (const auto* const parameters : {&embeddings, &decayed, &others, &classifier}) {
     auto group_options = std::make_unique<torch::optim::AdamWOptions>(adamw);
-    group_options->weight_decay(parameters == &others ? 0 : 0.01);
+    group_options->weight_decay(parameters == &embeddings || parameters == &decayed ? 0.01 : 0);
+    if (parameters == &classifier) {
+      group_options->lr(options.learning_rate * kClassifierLearningRateFactor);
+    }
     groups.emplace_back(*parameters, std::move(group_options));
   }
   const auto& precision = find_precision(options.precision);

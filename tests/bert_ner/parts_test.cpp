@@ -1,11 +1,14 @@
 // Compares model, tokenizer and scores of bert_ner with recordings of Python packages.
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <string>
 #include <vector>
 
 #include "../support/temp_dir.h"
+#include "machine.h"
 #include "model_folder.h"
+#include "table.h"
 #include "tagging.h"
 
 namespace bert_ner {
@@ -108,6 +111,35 @@ TEST(EntityScores, MatchesSeqeval) {
   EXPECT_EQ(score("B-O I-O O O O O", "B-O I-O I-person O O I-geo"), (Scores{1 / 3., 1, 0.5}));
   EXPECT_EQ(score("B-LOC O O O O B-person I-person", "B-LOC B-O O O O I-geo I-person"),
             (Scores{0.25, 0.5, 1 / 3.}));
+}
+
+TEST(TablePrecisions, IncludesFloat16IfCpuMultipliesIt) {
+  for (const char* instructions : {"avx512_fp16", "amx_fp16"}) {
+    EXPECT_TRUE(has_float16(torch::kCPU, {{instructions, true}})) << instructions;
+    EXPECT_FALSE(has_float16(torch::kCPU, {{instructions, false}})) << instructions;
+  }
+  EXPECT_FALSE(has_float16(torch::kCPU, {{"avx512_bf16", true}}));
+
+  const auto last = [](torch::ScalarType amp_dtype, bool has_float16_products) {
+    return table_precisions({.device_type = torch::kCPU, .dtype = amp_dtype}, has_float16_products)
+        .back()
+        .flag;
+  };
+  EXPECT_EQ(last(torch::kBFloat16, true), "fp16");
+  EXPECT_EQ(last(torch::kBFloat16, false), "bf16-stochastic");
+  EXPECT_EQ(last(torch::kHalf, true), "bf16-stochastic");  // the amp rows are in float16
+}
+
+TEST(Table, AveragesRatiosToNeighboringFloat32Steps) {
+  RunResult run;
+  run.name = "amp";
+  run.peak_memory_bytes = int64_t{300} << 20;
+  auto reference = run;
+  reference.peak_memory_bytes = int64_t{400} << 20;
+  const auto text = format_table({{{reference}, {0.9, 1.1}}, {{run}, {2.0, 2.5}}});
+  EXPECT_THAT(text, testing::HasSubstr("400 MiB (1.00)"));
+  EXPECT_THAT(text, testing::HasSubstr("300 MiB (0.75)"));
+  EXPECT_THAT(text, testing::HasSubstr("| 2.25 ± 0.25 |"));
 }
 
 }  // namespace
