@@ -61,7 +61,8 @@ inline constexpr bool kGroupsInheritOptions = TORCH_VERSION_MAJOR > 2 ||
 template <class Options>
 void inherit_options(Options& group, const Options& defaults) {
   const Options initial;
-  const auto values = Options::values(group), inherited = Options::values(defaults);
+  const auto values = Options::values(group);
+  const auto inherited = Options::values(defaults);
   const auto initial_values = Options::values(initial);
   [&]<std::size_t... I>(std::index_sequence<I...>) {
     const auto inherit = [](auto& value, const auto& other, const auto& first) {
