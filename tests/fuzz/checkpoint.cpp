@@ -52,19 +52,6 @@ std::string bytes_of(Run& run, const std::filesystem::path& directory) {
   return bytes;
 }
 
-/// Applies `edits`, each an offset in two bytes, the number of removed bytes, the number of added
-/// bytes, and the added bytes.
-std::string apply_edits(std::string file, std::string_view edits) {
-  while (!edits.empty()) {
-    const std::size_t high = take_byte(edits), low = take_byte(edits);
-    const std::size_t offset = (high * 256 + low) % (file.size() + 1);
-    const std::size_t removed = take_byte(edits), added = take_byte(edits);
-    file.replace(offset, removed == 255 ? file.size() : removed, edits.substr(0, added));
-    edits.remove_prefix(std::min(added, edits.size()));
-  }
-  return file;
-}
-
 /// Recomputes the CRC at the end of a file.
 std::string with_valid_crc(std::string file) {
   if (file.size() < mezzo::detail::kCrcDigits) return file;

@@ -4,7 +4,6 @@
 #include <c10/util/Exception.h>
 #include <torch/nn/modules/linear.h>
 
-#include <algorithm>
 #include <cstdint>
 #include <filesystem>
 #include <string>
@@ -20,17 +19,6 @@ std::string with_length(std::string_view header, std::string_view data) {
   const std::uint64_t length = header.size();
   std::string file(reinterpret_cast<const char*>(&length), sizeof length);
   return file.append(header).append(data);
-}
-
-/// Replaces bytes of `file`: edits are an offset, a number of removed bytes and an added byte.
-std::string apply_edits(std::string file, std::string_view edits) {
-  while (!edits.empty()) {
-    const std::size_t offset = std::min<std::size_t>(take_byte(edits), file.size());
-    const std::size_t removed = take_byte(edits) % 16;
-    file.replace(offset, removed, edits.substr(0, 1));
-    edits.remove_prefix(std::min<std::size_t>(1, edits.size()));
-  }
-  return file;
 }
 
 std::string read_bytes(const at::Tensor& tensor) {

@@ -16,11 +16,11 @@ SEEDS = {
     "op_overrides": [b"# mine\nallow aten::softmax.int aten::exp\ndeny bmm\npromote aten::cat # so\nignore mv\n",
                b"deny binary_cross_entropy\nallow linear\r\n",
                b"fp32_append_dtype aten::norm.Scalar\n", b"deny aten::bmn\n"],
-    # 0 and a file, 1, the number of bytes of data and a header, 2 and edits (offset, number of removed bytes, added byte), or 3 and an index.
+    # 0 and a file, 1, the number of bytes of data and a header, 2 and edits, or 3 and an index; edits are as for checkpoints.
     "safetensors": [b"\0\2\0\0\0\0\0\0\0{}", b'\1\4{"x":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}',
                     b'\1\6{"__metadata__":{"a":"\\u00e9"},"x":{"shape":[3,1],"dtype":"BF16","data_offsets":[0,6]},'
                     b'"y":{"dtype":"BOOL","shape":[0],"data_offsets":[6,6],"z":[{}]}}',
-                    b"\2", b"\6", b"\2\0\1x", b"\2\x20\0x",
+                    b"\2", b"\6", b"\2\0\0\1\1x", b"\2\0\x20\0\1x",
                     b'\3{"metadata":{"total_size":1e3},"weight_map":{"bias":"x.safetensors","weight":"x.safetensors"}}'],
     "scaler_state": [bytes([way, 3, 0, 1, 140, 3, 2, 9, 5, 1, 120]) + bytes(range(40)) for way in range(8)],
     "flags": [b"\0params=float32,compute=bfloat16,output=float32", b"\0p=f32,c=bf16,o=f32", b"\0half", b"\1O2,128.0",

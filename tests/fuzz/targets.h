@@ -6,8 +6,11 @@
 /// each target with the inputs in corpus/.
 #pragma once
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdio>
 #include <cstdlib>
+#include <string>
 #include <string_view>
 
 namespace fuzz {
@@ -39,6 +42,19 @@ inline unsigned char take_byte(std::string_view& bytes) {
   const char byte = bytes.front();
   bytes.remove_prefix(1);
   return static_cast<unsigned char>(byte);
+}
+
+/// Applies `edits`, each an offset in two bytes, the number of removed bytes, the number of added
+/// bytes, and the added bytes.
+inline std::string apply_edits(std::string file, std::string_view edits) {
+  while (!edits.empty()) {
+    const std::size_t high = take_byte(edits), low = take_byte(edits);
+    const std::size_t offset = (high * 256 + low) % (file.size() + 1);
+    const std::size_t removed = take_byte(edits), added = take_byte(edits);
+    file.replace(offset, removed == 255 ? file.size() : removed, edits.substr(0, added));
+    edits.remove_prefix(std::min(added, edits.size()));
+  }
+  return file;
 }
 
 }  // namespace fuzz
