@@ -2,18 +2,26 @@
 
 #include <mezzo/checkpoint/checkpoint.h>
 #include <mezzo/checkpoint/resumable_sampler.h>
+#include <mezzo/scaling/micro_batches.h>
 
 #include <torch/torch.h>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
+#include <fstream>
 #include <numeric>
 #include <optional>
+#include <set>
+#include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
@@ -107,6 +115,60 @@ TEST(ResumableSampler, ResumedRunReadsRestOfBatches) {
   }
 }
 
+/// Trains on batches of two workers, saves asynchronously every 3 steps, and logs each batch to a
+/// file. Kills its process after step `killed_at`. Returns the weights.
+torch::Tensor train_and_log(const std::filesystem::path& directory, const std::string& log,
+                            int64_t killed_at = -1) {
+  torch::manual_seed(3);
+  torch::nn::Sequential model(torch::nn::Linear(23, 5), torch::nn::Dropout(0.5));
+  torch::optim::AdamW optimizer(model->parameters(), torch::optim::AdamWOptions(0.1));
+  Reader<RandomSampler> reader(directory, RandomSampler(23), 2);
+  int64_t step = 0;
+  reader.state.add("model", model).add("optimizer", optimizer).add("step", step);
+  reader.checkpoints.load_latest(reader.state);
+  std::ofstream lines(log, std::ios::app);
+  for (; reader.epoch < 3; ++reader.epoch) {
+    for (auto& batch : reader.sampler.batches(*reader.loader)) {
+      optimizer.zero_grad();
+      const auto input = torch::zeros({23});
+      for (const std::size_t i : batch) input[static_cast<int64_t>(i)] = 1;
+      model->forward(input).square().sum().backward();
+      optimizer.step();
+      lines << ++step << ": "
+            << torch::IntArrayRef(std::vector<int64_t>(batch.begin(), batch.end())) << std::endl;
+      if (step % 3 == 0) reader.checkpoints.save_async(reader.state, step);
+      if (step == killed_at) ::raise(SIGKILL);
+    }
+  }
+  return torch::cat({model->parameters()[0].flatten(), model->parameters()[1]}).detach();
+}
+
+TEST(ResumableSampler, KilledRunEndsBitwiseIdentical) {
+  const TempDir temp_dir;
+  const auto directory = temp_dir.path();
+  const torch::Tensor expected = train_and_log(directory / "a", directory / "a.log");
+  for (const int64_t killed_at : {4, 9, 11, 16}) {  // of 18 steps, 6 an epoch
+    const pid_t child = ::fork();
+    if (child == 0) {
+      at::set_num_threads(1);
+      train_and_log(directory / "b", directory / "b.log", killed_at);
+      ::_exit(9);
+    }
+    int status = 0;
+    ::waitpid(child, &status, 0);
+    ASSERT_TRUE(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL);
+  }
+  EXPECT_TRUE(torch::equal(train_and_log(directory / "b", directory / "b.log"), expected));
+  std::istringstream lines(test_support::read_file(directory / "b.log"));
+  std::set<std::string> batches;  // without those that were read again after a kill
+  for (std::string line; std::getline(lines, line);) batches.insert(line);
+  std::istringstream expected_lines(test_support::read_file(directory / "a.log"));
+  std::set<std::string> expected_batches;
+  for (std::string line; std::getline(expected_lines, line);) expected_batches.insert(line);
+  EXPECT_EQ(batches, expected_batches);
+  EXPECT_EQ(batches.size(), 18U);
+}
+
 TEST(ResumableSampler, ResumesTwiceWithOtherBatchSizes) {
   const TempDir temp_dir;
   torch::manual_seed(1);
@@ -125,6 +187,49 @@ TEST(ResumableSampler, ResumesTwiceWithOtherBatchSizes) {
   std::vector<std::size_t> all(23);
   std::iota(all.begin(), all.end(), 0);
   EXPECT_EQ(read, all);
+}
+
+/// The last window of an epoch is smaller, and read ahead until the end.
+TEST(ResumableSampler, ResumesBetweenMicroBatchWindows) {
+  struct Examples : torch::data::datasets::BatchDataset<Examples, torch::data::TensorExample> {
+    torch::data::TensorExample get_batch(torch::ArrayRef<std::size_t> indices) override {
+      return torch::tensor(std::vector<int64_t>(indices.begin(), indices.end()));
+    }
+    std::optional<std::size_t> size() const override { return 23; }
+  };
+  const TempDir temp_dir;
+  const auto read = [&](int64_t loaded_step, bool saves) {
+    torch::manual_seed(static_cast<uint64_t>(loaded_step) + 1);
+    ResumableSampler sampler(RandomSampler(23));
+    const auto loader = torch::data::make_data_loader(Examples(), sampler,
+                                                      torch::data::DataLoaderOptions(4).workers(2));
+    int64_t epoch = 0, step = 0;
+    TrainingState state;
+    state.add("sampler", sampler).add("epoch", epoch).add("step", step).add_rng_state();
+    mezzo::CheckpointManager checkpoints(temp_dir.path(), {.max_to_keep = 100});
+    if (loaded_step > 0) checkpoints.load(state, loaded_step);
+    std::vector<std::vector<int64_t>> steps;
+    for (; epoch < 2; ++epoch) {
+      auto batches = sampler.batches(*loader);
+      std::vector<int64_t> window;
+      for (const auto& batch : mezzo::micro_batches(batches, 4)) {
+        const auto* const data = batch.data.template const_data_ptr<int64_t>();
+        window.insert(window.end(), data, data + batch.data.numel());
+        if (!batch.is_last()) continue;
+        steps.push_back(std::exchange(window, {}));
+        ++step;
+        if (saves) checkpoints.save(state, step);
+      }
+    }
+    return steps;
+  };
+  const auto expected = read(0, /*saves=*/true);
+  ASSERT_EQ(expected.size(), 4U);
+  for (int64_t step = 1; step <= 4; ++step) {
+    EXPECT_EQ(read(step, /*saves=*/false),
+              std::vector<std::vector<int64_t>>(expected.begin() + step, expected.end()))
+        << "resumed at " << step;
+  }
 }
 
 TEST(ResumableSampler, SaveThrowsAfterUncountedLoop) {

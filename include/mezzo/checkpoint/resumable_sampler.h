@@ -55,10 +55,9 @@ class ResumableSampler : public torch::data::samplers::Sampler<typename S::Batch
   }
   /// \throws c10::Error if the last loop was over the DataLoader itself
   void save(torch::serialize::OutputArchive& archive) const override {
-    TORCH_CHECK(
-        state_->is_counted,
-        "ResumableSampler: the position is not known, because a loop was over the DataLoader; "
-        "loop over sampler.batches(*loader)");
+    TORCH_CHECK(state_->is_counted,
+                "ResumableSampler: the position in the epoch is not known, because a loop was over "
+                "the DataLoader; loop over sampler.batches(*loader)");
     torch::serialize::OutputArchive sampler(archive.compilation_unit());
     state_->start.value_or(state_->sampler).save(sampler);
     archive.write("sampler", sampler);
@@ -92,36 +91,51 @@ class ResumableSampler : public torch::data::samplers::Sampler<typename S::Batch
     bool is_loaded = false, is_counted = true;
   };
 
+  /// A loop over a loader. The epoch ends with the loop, not when the loader has no more batches,
+  /// because micro_batches reads ahead.
+  template <class Loader>
+  struct Loop {
+    ~Loop() {
+      if (is_exhausted && state->num_loops == number) state->start.reset();
+    }
+    std::shared_ptr<State> state;
+    std::int64_t number;
+    decltype(std::declval<Loader&>().begin()) position, end;
+    bool is_exhausted = false;
+  };
+
+  template <class Loader>
+  struct Iterator {
+    auto& operator*() const { return *loop->position; }
+    Iterator& operator++() {
+      TORCH_CHECK(loop->state->num_loops == loop->number,
+                  "ResumableSampler: the position was loaded, or another loop began, inside this "
+                  "loop; leave the loop first");
+      ++loop->position, ++loop->state->num_received;
+      return *this;
+    }
+    bool operator==(std::default_sentinel_t) const {
+      return loop->is_exhausted = loop->position == loop->end;
+    }
+    std::shared_ptr<Loop<Loader>> loop;
+  };
+
   template <class Loader>
   struct Batches {
-    Batches& begin() {
-      loop = state->num_loops + 1;
-      position.emplace(loader.begin());
-      TORCH_CHECK(state->num_loops == loop && loader.options().enforce_ordering,
+    Iterator<Loader> begin() const {
+      const std::int64_t number = state->num_loops + 1;
+      const std::shared_ptr<Loop<Loader>> loop(
+          new Loop<Loader>{state, number, loader.begin(), loader.end()});
+      TORCH_CHECK(state->num_loops == number && loader.options().enforce_ordering,
                   "ResumableSampler::batches: the DataLoader has another sampler, or does not "
                   "enforce its order; make it with this sampler and enforce_ordering(true)");
       state->is_counted = true, state->num_received = 1;
-      return *this;
+      return {loop};
     }
     std::default_sentinel_t end() const { return {}; }
-    auto& operator*() { return **position; }
-    Batches& operator++() {
-      TORCH_CHECK(state->num_loops == loop,
-                  "ResumableSampler: the position was loaded, or another loop began, inside this "
-                  "loop; leave the loop first");
-      ++*position, ++state->num_received;
-      return *this;
-    }
-    bool operator==(std::default_sentinel_t) {
-      if (*position != loader.end()) return false;
-      state->start.reset();
-      return true;
-    }
 
     Loader& loader;
     std::shared_ptr<State> state;
-    std::int64_t loop = 0;
-    std::optional<decltype(std::declval<Loader&>().begin())> position{};
   };
 
   std::shared_ptr<State> state_;
