@@ -29,7 +29,7 @@ std::vector<torch::Tensor> train(const std::filesystem::path& directory, int64_t
   mezzo::optim::AdamW optimizer(model->parameters(), 1e-2);
   mezzo::LinearSchedule schedule(optimizer, {.warmup_steps = 5, .total_steps = kSteps});
   mezzo::GradScaler scaler;
-  mezzo::ResumableSampler sampler(torch::data::samplers::RandomSampler(kExamples));
+  mezzo::ResumableSampler sampler{torch::data::samplers::RandomSampler(kExamples)};
   const auto loader = torch::data::make_data_loader(
       torch::data::datasets::TensorDataset(torch::arange(kExamples))
           .map(torch::data::transforms::Stack<torch::data::TensorExample>()),

@@ -160,6 +160,7 @@ class CheckpointManager {
   /// \throws c10::Error unless max_to_keep is at least 1
   explicit CheckpointManager(const std::filesystem::path& directory,
                              CheckpointManagerOptions options = {});
+  /// Moves a save in progress, too.
   CheckpointManager(CheckpointManager&&) noexcept = default;
   /// Waits for save_async. Passes its error to on_warning.
   ~CheckpointManager();

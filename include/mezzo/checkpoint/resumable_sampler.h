@@ -4,8 +4,11 @@
 
 #include <mezzo/base/version.h>
 
+#include <ATen/core/ivalue.h>
 #include <c10/util/Exception.h>
+#include <torch/data/samplers/base.h>
 #include <torch/data/samplers/serialize.h>
+#include <torch/serialize/archive.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -20,7 +23,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 /// A sampler whose position a TrainingState saves: a resumed run reads the batches that were left
 /// of the epoch, in the same order. Copies, such as the DataLoader's, share the position.
 ///
-///     mezzo::ResumableSampler sampler(torch::data::samplers::RandomSampler(size));
+///     mezzo::ResumableSampler sampler{torch::data::samplers::RandomSampler(size)};
 ///     auto loader = torch::data::make_data_loader(dataset, sampler, options);
 ///     state.add("sampler", sampler).add("epoch", epoch).add_rng_state();
 ///     for (auto& batch : sampler.batches(*loader)) ...  // counts the batches that it returns
@@ -43,17 +46,19 @@ class ResumableSampler : public torch::data::samplers::Sampler<typename S::Batch
     return Batches<Loader>{loader, state_};
   }
 
+  /// Called by the DataLoader: begins an epoch, or continues the loaded one.
   void reset(std::optional<std::size_t> size = std::nullopt) override {
     ++state_->num_loops, state_->is_counted = false;
     if (std::exchange(state_->is_loaded, false)) return;
     state_->sampler.reset(size);
     state_->start = state_->sampler, state_->num_received = 0;
   }
+  /// Called by the DataLoader: draws a batch.
   std::optional<typename S::BatchRequestType> next(std::size_t batch_size) override {
     state_->batch_size = static_cast<std::int64_t>(batch_size);
     return state_->sampler.next(batch_size);
   }
-  /// \throws c10::Error if the last loop was over the DataLoader itself
+  /// Writes the sampler and the position. \throws c10::Error if the last loop was over the DataLoader
   void save(torch::serialize::OutputArchive& archive) const override {
     TORCH_CHECK(state_->is_counted,
                 "ResumableSampler: the position in the epoch is not known, because a loop was over "
@@ -64,6 +69,7 @@ class ResumableSampler : public torch::data::samplers::Sampler<typename S::Batch
     archive.write("position", std::vector<std::int64_t>{state_->start.has_value(),
                                                         state_->num_received, state_->batch_size});
   }
+  /// Reads the sampler and the position, from which the next loop continues.
   void load(torch::serialize::InputArchive& archive) override {
     torch::serialize::InputArchive sampler;
     c10::IValue position;
