@@ -43,6 +43,8 @@ ROWS = (
     Row("README's loop", (("loop.cpp", ()),), has_loop=True),
     Row("two units with README's loop", (("loop.cpp", ()), ("loop.cpp", ("-Dtrain=train_too",))), has_loop=True),
     Row("README's loop, mezzo::compiled", (("loop.cpp", ()),), has_loop=True, is_compiled=True),
+    Row("README's loop, checkpoints", (("checkpoint_loop.cpp", ()),)),
+    Row("README's loop, checkpoints, compiled", (("checkpoint_loop.cpp", ()),), is_compiled=True),
     Row("two units with it, mezzo::compiled", (("loop.cpp", ()), ("loop.cpp", ("-Dtrain=train_too",))), has_loop=True,
          is_compiled=True),
 )

@@ -1,6 +1,7 @@
 // CheckpointManager: the checkpoints of a directory, and its lock.
 
 #include <mezzo/checkpoint/checkpoint.h>
+#include <mezzo/optim/lr_schedule.h>
 
 #include <torch/torch.h>
 
@@ -196,6 +197,55 @@ TEST(CheckpointManager, ForkedChildDoesNotExtendLock) {
   waitpid(trainer, nullptr, 0);
   EXPECT_EQ(message_of([&] { next.save(state, 2); }), "no error");
   over.give();
+}
+
+/// Everything that differs in how it is copied: tied and transposed weights, an optimizer's state,
+/// a view, numbers.
+struct AsyncTraining {
+  AsyncTraining() {
+    state.add("model", model).add("optimizer", optimizer).add("schedule", schedule);
+    state.add("view", view).add("step", step).add("order", order).add_rng_state();
+    torch::Tensor transposed = model[1]->as<torch::nn::Linear>()->weight;
+    transposed.set_data(transposed.detach().t().contiguous().t());
+    train();
+  }
+  void train() {
+    optimizer.zero_grad();
+    model->forward(torch::randn({2, 3})).sum().backward();
+    optimizer.step();
+    schedule.step();
+    view.add_(1);
+    order.push_back(++step);
+  }
+
+  torch::nn::Linear tied{3, 3};
+  torch::nn::Sequential model{tied, torch::nn::Linear(3, 3), tied};
+  torch::optim::AdamW optimizer{tied->parameters()};
+  mezzo::LinearSchedule schedule{optimizer, {.total_steps = 10}};
+  torch::Tensor view = torch::zeros({9}).slice(0, 2, 5);
+  int64_t step = 0;
+  std::vector<int64_t> order;
+  TrainingState state;
+};
+
+TEST(CheckpointManagerSaveAsync, SavesStateOfCallWhileTrainingContinues) {
+  const TempDir temp_dir;
+  AsyncTraining run;
+  const auto expected = CheckpointManager(temp_dir.path() / "a").save(run.state, 7);
+  CheckpointManager checkpoints(temp_dir.path() / "b");
+  for (int64_t step = 5; step <= 7; ++step) checkpoints.save_async(run.state, step);
+  run.train();
+  checkpoints.wait();
+  ASSERT_EQ(checkpoints.checkpoints().size(), 2U);
+  const auto path = checkpoints.checkpoints()[0];
+  EXPECT_EQ(path.filename(), "checkpoint-000003-step-7.pt");
+  EXPECT_LE(std::filesystem::file_size(path), expected.size_bytes) << "tied weights are saved once";
+  const auto load_and_save = [&](const std::filesystem::path& from) {
+    AsyncTraining other;
+    mezzo::load_checkpoint(from, other.state);
+    return test_support::read_file(mezzo::save_checkpoint(temp_dir.path() / "c", other.state).path);
+  };
+  EXPECT_TRUE(load_and_save(path) == load_and_save(expected.path));
 }
 
 TEST(SaveCheckpoint, FollowsSymlinksAndPreservesMode) {

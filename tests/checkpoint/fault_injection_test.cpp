@@ -17,10 +17,13 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <chrono>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <optional>
 #include <random>
 #include <string>
@@ -399,7 +402,8 @@ TEST(CheckpointFaultInjection, FsyncsFileAndDirectoryAroundRename) {
 
 /// Makes the `number`-th call of `name` fail while a second checkpoint is saved, and expects that
 /// the latest checkpoint is intact. Returns whether the call occurred.
-bool inject_fault(const std::string& name, int number, int error, bool is_short) {
+bool inject_fault(const std::string& name, int number, int error, bool is_short,
+                  bool is_async = false) {
   const TempDir temp_dir;
   std::vector<std::string> warnings;
   Training run(kLarge);
@@ -409,12 +413,19 @@ bool inject_fault(const std::string& name, int number, int error, bool is_short)
   }
   Faults faults{.failing = name, .number = number, .error = error, .is_short = is_short};
   bool saved = true;
-  std::filesystem::path file;
   {
     CheckpointManager checkpoints(temp_dir.path(), record_warnings(warnings));
     const ScopedSyscalls failing(faults.calls());
     run.set(2);
-    const std::string message = message_of([&] { file = checkpoints.save(run.state, 2).path; });
+    const std::string message = message_of([&] {
+      if (!is_async) {
+        checkpoints.save(run.state, 2);
+        return;
+      }
+      checkpoints.save_async(run.state, 2);
+      run.set(8);  // training continues
+      checkpoints.wait();
+    });
     saved = message == kNoError;
     if (!saved) {
       EXPECT_THAT(message, HasSubstr(std::strerror(error)));
@@ -437,12 +448,15 @@ bool inject_fault(const std::string& name, int number, int error, bool is_short)
 }
 
 TEST(CheckpointFaultInjection, AnySyscallFailurePreservesCheckpoint) {
-  for (const std::string name : {"open", "create", "write", "fsync", "close", "rename"}) {
-    int number = 1;
-    while (inject_fault(name, number, name == "write" ? ENOSPC : EIO, false) && number < 20)
-      ++number;
-    EXPECT_GT(number, name == "write" ? 3 : 1) << name << " was never called";
-    EXPECT_LT(number, 20);
+  for (const bool is_async : {false, true}) {
+    for (const std::string name : {"open", "create", "write", "fsync", "close", "rename"}) {
+      int number = 1;
+      while (inject_fault(name, number, name == "write" ? ENOSPC : EIO, false, is_async) &&
+             number < 20)
+        ++number;
+      EXPECT_GT(number, name == "write" ? 3 : 1) << name << " was never called";
+      EXPECT_LT(number, 20);
+    }
   }
 }
 
@@ -585,6 +599,7 @@ TEST(CheckpointFaultInjection, LoadRetriesIfWriterRemovesFile) {
 
 /// Saves in a child process that is killed: in a call of `faults`, or after a random time.
 void save_in_killed_child(const std::filesystem::path& directory, int64_t value, Faults faults,
+                          bool is_async,
                           std::optional<std::chrono::microseconds> lifetime = std::nullopt) {
   const pid_t child = ::fork();
   ASSERT_GE(child, 0);
@@ -594,7 +609,14 @@ void save_in_killed_child(const std::filesystem::path& directory, int64_t value,
     Training run(kLarge);
     CheckpointManager checkpoints(directory);
     const ScopedSyscalls failing(faults.calls());
-    for (int64_t next = value;; ++next) save(checkpoints, run, next);
+    for (int64_t next = value;; ++next) {
+      run.set(next);
+      if (is_async) {
+        checkpoints.save_async(run.state, next);
+      } else {
+        checkpoints.save(run.state, next);
+      }
+    }
   }
   if (lifetime) {
     std::this_thread::sleep_for(*lifetime);
@@ -603,6 +625,107 @@ void save_in_killed_child(const std::filesystem::path& directory, int64_t value,
   int status = 0;
   ::waitpid(child, &status, 0);
   EXPECT_TRUE(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL);
+}
+
+/// Calls `run` in a forked child, and returns its exit code; -1 if it was killed.
+template <class F>
+int exit_code_of_child(const F& run) {
+  std::fflush(nullptr);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    ::alarm(60);
+    run();
+    ::_exit(9);
+  }
+  int status = 0;
+  ::waitpid(child, &status, 0);
+  return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+}
+
+/// A thread in the middle of an asynchronous save, whose first write lasts until `release`.
+class SlowSave {
+ public:
+  explicit SlowSave(CheckpointManager& checkpoints) : slow_(calls()) {
+    checkpoints.save_async(run_.state, 1);
+    while (!is_writing_) std::this_thread::yield();
+  }
+  ~SlowSave() { release(); }
+  void release() { is_released_ = true; }
+
+ private:
+  Syscalls calls() {
+    Syscalls calls = libc_syscalls();
+    calls.write = [this, real = calls.write](int file, const void* from, size_t count) {
+      is_writing_ = true;
+      while (!is_released_) std::this_thread::yield();
+      return real(file, from, count);
+    };
+    return calls;
+  }
+
+  std::atomic<bool> is_writing_ = false, is_released_ = false;
+  Training run_;
+  ScopedSyscalls slow_;
+};
+
+TEST(CheckpointManagerSaveAsync, NextCallThrowsErrorOnce) {
+  const TempDir temp_dir;
+  std::vector<std::string> warnings;
+  Training run;
+  Faults faults{.failing = "rename", .number = 1};
+  const ScopedSyscalls failing(faults.calls());
+  const auto is_named = AllOf(HasSubstr("checkpoint-000001-step-3.pt cannot be renamed"),
+                              HasSubstr(std::strerror(EIO)));
+  {
+    CheckpointManager checkpoints(temp_dir.path(), record_warnings(warnings));
+    for (const auto& call : std::vector<std::function<void()>>{
+             [&] { checkpoints.save(run.state, 4); }, [&] { checkpoints.save_async(run.state, 4); },
+             [&] { checkpoints.load_latest(run.state); }, [&] { checkpoints.load(run.state, 3); },
+             [&] { checkpoints.wait(); }}) {
+      faults.log.clear();
+      checkpoints.save_async(run.state, 3);
+      EXPECT_THAT(message_of(call), is_named);
+      EXPECT_EQ(message_of([&] { checkpoints.wait(); }), kNoError);
+      EXPECT_THAT(checkpoints.checkpoints(), IsEmpty());
+    }
+    EXPECT_THAT(warnings, IsEmpty());
+    faults.log.clear();
+    checkpoints.save_async(run.state, 3);
+  }
+  EXPECT_THAT(warnings, ElementsAre(is_named)) << "of the destructor";
+}
+
+TEST(CheckpointManagerSaveAsync, ForkedChildDoesNotWait) {
+  const TempDir temp_dir;
+  Training run;
+  CheckpointManager checkpoints(temp_dir.path());
+  SlowSave save(checkpoints);
+  EXPECT_EQ(exit_code_of_child([&] {
+              checkpoints.wait();
+              const bool throws = message_of([&] { checkpoints.save(run.state, 2); }) != kNoError;
+              { const CheckpointManager inherited(std::move(checkpoints)); }
+              std::exit(throws ? 3 : 4);
+            }),
+            3);
+  save.release();
+  checkpoints.wait();
+  EXPECT_EQ(checkpoints.load_latest(run.state)->step, 1);
+}
+
+TEST(CheckpointManagerSaveAsync, ExitWaits) {
+  const TempDir temp_dir;
+  EXPECT_EQ(exit_code_of_child([&] {
+              auto& checkpoints = *new CheckpointManager(temp_dir.path());
+              auto& save = *new SlowSave(checkpoints);
+              std::thread([&save] {
+                std::this_thread::sleep_for(std::chrono::milliseconds(100));
+                save.release();
+              }).detach();
+              std::exit(3);
+            }),
+            3);
+  Training run;
+  EXPECT_TRUE(CheckpointManager(temp_dir.path()).load_latest(run.state));
 }
 
 /// Expects an intact latest checkpoint of at least `at_least`, without warnings. Returns its value.
@@ -628,9 +751,11 @@ TEST(CheckpointKills, KillInAnySyscallPreservesCheckpoint) {
     }
     int64_t value = 2;
     for (int number = 1; number <= (name == "write" ? 8 : 3); ++number) {
-      save_in_killed_child(temp_dir.path(), value + 1,
-                           {.failing = name, .number = number, .kills = true});
-      value = load_intact_latest(temp_dir.path(), value);
+      for (const bool is_async : {false, true}) {
+        save_in_killed_child(temp_dir.path(), value + 1,
+                             {.failing = name, .number = number, .kills = true}, is_async);
+        value = load_intact_latest(temp_dir.path(), value);
+      }
     }
     CheckpointManager checkpoints(temp_dir.path());
     save(checkpoints, run, value + 1);
@@ -653,7 +778,7 @@ TEST(CheckpointKills, RandomKillsPreserveLatestCheckpoint) {
   int64_t value = 1;
   for (int round = 0; round < rounds; ++round) {
     const std::chrono::microseconds moment(random() % 60000);
-    save_in_killed_child(temp_dir.path(), value + 1, {}, moment);
+    save_in_killed_child(temp_dir.path(), value + 1, {}, /*is_async=*/round % 2 == 0, moment);
     value = load_intact_latest(temp_dir.path(), value);
   }
   EXPECT_GT(value, 1) << "no child lived long enough to save";

@@ -104,14 +104,18 @@ TEST(DistributedCheckpointManager, DiskErrorThrowsOnAllRanks) {
   MixedState mixed(world);
   DistributedCheckpointManager checkpoints(directory.path(), world);
   mixed.set(1);
-  checkpoints.save(mixed.run.state, 1);
-  for (const std::string name : {"write", "fsync", "rename"}) {
+  checkpoints.save_async(mixed.run.state, 1);
+  mixed.set(9);
+  for (const std::string name : {"write", "fsync", "rename", "async write"}) {
+    checkpoints.wait();
     mixed.set(2);
     {
-      const test_support::ScopedSyscalls failing(failing_on_rank_0(name));
-      EXPECT_THAT(
-          common_message_of(world, [&] { checkpoints.save(mixed.run.state, 2); }),
-          AllOf(HasSubstr("rank 0 of"), HasSubstr(std::strerror(name == "write" ? ENOSPC : EIO))))
+      const bool is_async = name.starts_with("async");
+      const test_support::ScopedSyscalls failing(failing_on_rank_0(is_async ? "write" : name));
+      if (is_async) checkpoints.save_async(mixed.run.state, 2);
+      EXPECT_THAT(common_message_of(world, [&] { checkpoints.save(mixed.run.state, 2); }),
+                  AllOf(HasSubstr("rank 0 of"),
+                        HasSubstr(std::strerror(name.ends_with("write") ? ENOSPC : EIO))))
           << name;
     }
     EXPECT_THAT(directory.list_temporaries(), IsEmpty()) << name;

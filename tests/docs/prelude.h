@@ -83,6 +83,9 @@ struct Loader {
   void seek(std::int64_t position);
 };
 extern Loader my_loader;
+extern torch::data::datasets::TensorDataset dataset;
+extern std::int64_t size, num_epochs;
+void train(const torch::data::TensorExample& example);
 extern std::uint32_t seed;
 extern mezzo::TrainingState state;
 extern mezzo::CheckpointManager checkpoints;

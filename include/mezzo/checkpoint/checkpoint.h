@@ -22,6 +22,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <set>
 #include <string>
@@ -159,6 +160,10 @@ class CheckpointManager {
   /// \throws c10::Error unless max_to_keep is at least 1
   explicit CheckpointManager(const std::filesystem::path& directory,
                              CheckpointManagerOptions options = {});
+  /// Moves a save in progress, too.
+  CheckpointManager(CheckpointManager&&) noexcept = default;
+  /// Waits for save_async. Passes its error to on_warning.
+  ~CheckpointManager();
 
   /// Writes and fsyncs a temporary file, renames it, fsyncs the directory and removes checkpoints
   /// beyond `max_to_keep`. Synchronizes with the devices; copies one device tensor at a time to the
@@ -166,6 +171,15 @@ class CheckpointManager {
   /// \throws c10::Error if an object cannot be saved (for example a sparse buffer, or parameters
   ///   under an EmaGuard), on system errors (disk full), and if another process saves here
   SavedCheckpoint save(const TrainingState& state, std::int64_t step);
+
+  /// Copies the state to host memory and returns; a thread saves the copy as `save` does while
+  /// training continues. `save`, `save_async`, `load`, `load_latest`, `wait` and std::exit first
+  /// wait for it. If it failed, the next of these calls throws its error, and does nothing else.
+  /// \throws c10::Error as `save`, for what is known before the file is written
+  void save_async(const TrainingState& state, std::int64_t step);
+
+  /// Waits until the checkpoint of save_async is fsynced and renamed. \throws its error, once
+  void wait();
 
   /// Loads the latest intact checkpoint; returns nullopt if there are no checkpoints. Skips files
   /// that are corrupt, cannot be opened or are not checkpoints, with a warning.
@@ -189,7 +203,14 @@ class CheckpointManager {
   std::vector<std::filesystem::path> checkpoints() const;
 
  private:
+  struct AsyncSave;
+  using WarnFn = std::function<void(const std::string&)>;
+  using WriteFn = std::function<SavedCheckpoint(const c10::IValue& root_dict, const WarnFn&)>;
+
+  c10::IValue collect(const char* caller, const TrainingState& state, std::int64_t step);
+  WriteFn prepare_write(std::int64_t step);
   SavedCheckpoint write(const c10::IValue& root_dict, std::int64_t step);
+  void write_async(const c10::IValue& root_dict, std::int64_t step);
   void skip_corrupt(const std::filesystem::path& path, const std::string& reason);
   void warn(const std::string& text) const;
 
@@ -200,8 +221,9 @@ class CheckpointManager {
   detail::DirectoryLock lock_;
   bool warned_nonfinite_ = false;
   bool warned_no_locks_ = false;
-  bool warned_not_durable_ = false;
+  std::shared_ptr<bool> warned_not_durable_ = std::make_shared<bool>(false);
   std::set<std::filesystem::path> corrupt_;
+  std::shared_ptr<AsyncSave> async_save_;  // destroyed before lock_
 };
 
 /// Saves to `path`, replacing an existing file atomically. Follows symlinks and preserves the mode

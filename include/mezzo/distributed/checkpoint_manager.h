@@ -65,45 +65,30 @@ class DistributedCheckpointManager {
   ///   existing checkpoints are then unchanged
   SavedCheckpoint save(const TrainingState& state, std::int64_t step) {
     constexpr const char* kCaller = "DistributedCheckpointManager::save";
-    check_states(kCaller, state, "step " + std::to_string(step), /*with_parameters=*/true);
-    const auto& entries = state.entries();
-    const detail::ParameterFqns names = detail::get_parameter_fqns(entries);
-    // All ranks save all objects, also after an error, because some of them call collectives.
-    detail::PythonDict values = detail::make_dict(), per_rank_values = detail::make_dict();
-    std::string failure;
-    for (const detail::CheckpointEntry& entry : entries) {
-      c10::IValue value;
-      const std::string message =
-          detail::get_error_message([&] { value = entry.stateful.save(names); });
-      if (failure.empty() && !message.empty()) failure = '"' + entry.name + "\": " + message;
-      values.insert(entry.name, value);
-      if (entry.is_per_rank) per_rank_values.insert(entry.name, value);
-    }
-    std::vector<char> bytes;
-    const std::string message =
-        detail::get_error_message([&] { bytes = torch::jit::pickle_save(per_rank_values); });
-    detail::throw_if_any_rank_failed(backend_, kCaller, failure.empty() ? message : failure);
-    const auto pickles = detail::all_gather_strings(backend_, {bytes.begin(), bytes.end()});
-    const std::string result = detail::run_on_rank0(backend_, kCaller, [&] {
-      detail::check_saveable("CheckpointManager::save", entries, step);
-      detail::PythonDict values_by_rank = detail::make_dict();  // lists of values, by name
-      for (const std::string& pickle : pickles) {
-        for (const auto& value :
-             torch::jit::pickle_load({pickle.begin(), pickle.end()}).toGenericDict()) {
-          if (!values_by_rank.contains(value.key()))
-            values_by_rank.insert(value.key(), detail::make_list());
-          values_by_rank.at(value.key()).toList().push_back(value.value());
-        }
-      }
-      const bool has_per_rank_values = pickles.size() > 1 && !values_by_rank.empty();
-      const SavedCheckpoint saved = manager_.write(
-          detail::make_root_dict(values, step,
-                                 has_per_rank_values ? c10::IValue(values_by_rank) : c10::IValue()),
-          step);
-      return std::to_string(saved.size_bytes) + ' ' + saved.path.filename().string();
-    });
+    const std::string result =
+        collect_on_rank0(kCaller, state, step, [&](const c10::IValue& root_dict) {
+          const SavedCheckpoint saved = manager_.write(root_dict, step);
+          return std::to_string(saved.size_bytes) + ' ' + saved.path.filename().string();
+        });
     return {directory_ / result.substr(result.find(' ') + 1), std::stoull(result)};
   }
+
+  /// Saves as CheckpointManager::save_async: the ranks compare and gather their objects before it
+  /// returns, and a thread of rank 0 writes, which calls no collectives. If that fails, the next
+  /// collective call throws its error on all ranks.
+  /// \throws c10::Error on all ranks as `save`, for what is known before the file is written
+  void save_async(const TrainingState& state, std::int64_t step) {
+    constexpr const char* kCaller = "DistributedCheckpointManager::save_async";
+    (void)collect_on_rank0(kCaller, state, step, [&](const c10::IValue& root_dict) {
+      manager_.write_async(root_dict, step);
+      return std::string();
+    });
+    is_saving_ = true;
+  }
+
+  /// Waits until the checkpoint of save_async is renamed. \throws c10::Error on all ranks if
+  ///   writing it failed, once
+  void wait() { wait("DistributedCheckpointManager::wait"); }
 
   /// Loads the latest checkpoint that is intact on all ranks, as CheckpointManager::load_latest.
   /// \throws c10::Error on all ranks if CheckpointManager::load_latest throws on one of them. If a
@@ -111,6 +96,7 @@ class DistributedCheckpointManager {
   std::optional<LoadedCheckpoint> load_latest(const TrainingState& state,
                                               const LoadOptions& options = {}) {
     constexpr const char* kCaller = "DistributedCheckpointManager::load_latest";
+    wait(kCaller);
     check_states(kCaller, state,
                  options.ignore_unexpected ? "ignore_unexpected: true" : "ignore_unexpected: false",
                  /*with_parameters=*/false);
@@ -158,7 +144,52 @@ class DistributedCheckpointManager {
   std::vector<std::filesystem::path> checkpoints() const { return manager_.checkpoints(); }
 
  private:
-  /// Calls `f`, which runs a user callback, on rank 0. If it throws, all ranks throw.
+  void wait(const char* caller) {
+    if (std::exchange(is_saving_, false)) notify_on_rank0(caller, [this] { manager_.wait(); });
+  }
+
+  /// Collects the objects of all ranks, and returns what `write(root_dict)` returns on rank 0.
+  template <class Write>
+  std::string collect_on_rank0(const char* caller, const TrainingState& state, std::int64_t step,
+                               const Write& write) {
+    wait(caller);
+    check_states(caller, state, "step " + std::to_string(step), /*with_parameters=*/true);
+    const auto& entries = state.entries();
+    const detail::ParameterFqns names = detail::get_parameter_fqns(entries);
+    // All ranks save all objects, also after an error, because some of them call collectives.
+    detail::PythonDict values = detail::make_dict(), per_rank_values = detail::make_dict();
+    std::string failure;
+    for (const detail::CheckpointEntry& entry : entries) {
+      c10::IValue value;
+      const std::string message =
+          detail::get_error_message([&] { value = entry.stateful.save(names); });
+      if (failure.empty() && !message.empty()) failure = '"' + entry.name + "\": " + message;
+      values.insert(entry.name, value);
+      if (entry.is_per_rank) per_rank_values.insert(entry.name, value);
+    }
+    std::vector<char> bytes;
+    const std::string message =
+        detail::get_error_message([&] { bytes = torch::jit::pickle_save(per_rank_values); });
+    detail::throw_if_any_rank_failed(backend_, caller, failure.empty() ? message : failure);
+    const auto pickles = detail::all_gather_strings(backend_, {bytes.begin(), bytes.end()});
+    return detail::run_on_rank0(backend_, caller, [&] {
+      detail::check_saveable("CheckpointManager::save", entries, step);
+      detail::PythonDict values_by_rank = detail::make_dict();  // lists of values, by name
+      for (const std::string& pickle : pickles) {
+        for (const auto& value :
+             torch::jit::pickle_load({pickle.begin(), pickle.end()}).toGenericDict()) {
+          if (!values_by_rank.contains(value.key()))
+            values_by_rank.insert(value.key(), detail::make_list());
+          values_by_rank.at(value.key()).toList().push_back(value.value());
+        }
+      }
+      const bool has_per_rank_values = pickles.size() > 1 && !values_by_rank.empty();
+      return write(detail::make_root_dict(
+          values, step, has_per_rank_values ? c10::IValue(values_by_rank) : c10::IValue()));
+    });
+  }
+
+  /// Calls `f` on rank 0. If it throws, all ranks throw.
   template <class F>
   void notify_on_rank0(const char* caller, const F& f) const {
     (void)detail::run_on_rank0(backend_, caller, [&f] {
@@ -201,6 +232,7 @@ class DistributedCheckpointManager {
   std::filesystem::path directory_;
   c10::intrusive_ptr<c10d::Backend> backend_;
   CheckpointManager manager_;
+  bool is_saving_ = false;  // save_async, on all ranks
 };
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

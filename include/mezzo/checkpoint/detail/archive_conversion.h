@@ -262,16 +262,28 @@ inline c10::IValue to_archive_dict(const c10::IValue& state_dict) {
   return dict;
 }
 
+/// Copies of tensors, by the memory of the originals.
+using TensorCopies = std::map<const void*, at::Tensor>;
+
 /// Copies a value: an optimizer's state of parameter i to `param_devices[i]`, other tensors to
-/// `device`.
+/// `device`. If `copies` is not null, equal tensors of the same memory (tied weights) share a copy.
 inline c10::IValue copy_to_devices(const c10::IValue& value,
                                    const std::vector<c10::Device>& param_devices = {},
-                                   c10::Device device = at::kCPU) {
-  if (value.isTensor()) return value.toTensor().to(device, /*non_blocking=*/false, /*copy=*/true);
+                                   c10::Device device = at::kCPU, TensorCopies* copies = nullptr) {
+  if (value.isTensor()) {
+    const at::Tensor& tensor = value.toTensor();
+    const bool is_shared = copies != nullptr && tensor.layout() == at::kStrided &&
+                           !tensor.is_conj() && !tensor.is_neg();
+    at::Tensor unshared, &copy = is_shared ? (*copies)[tensor.const_data_ptr()] : unshared;
+    const bool is_copied = copy.defined() && copy.scalar_type() == tensor.scalar_type() &&
+                           copy.sizes() == tensor.sizes() && copy.strides() == tensor.strides();
+    if (!is_copied) copy = tensor.to(device, /*non_blocking=*/false, /*copy=*/true);
+    return copy;
+  }
   if (value.isList()) {
     auto list = make_list();
     for (const c10::IValue& element : value.toListRef()) {
-      list.push_back(copy_to_devices(element, param_devices, device));
+      list.push_back(copy_to_devices(element, param_devices, device, copies));
     }
     return list;
   }
@@ -281,7 +293,7 @@ inline c10::IValue copy_to_devices(const c10::IValue& value,
     const auto index = static_cast<std::size_t>(entry.key().isInt() ? entry.key().toInt() : -1);
     const bool is_state = index < param_devices.size();  // {0: {"exp_avg": ...}}
     dict.insert(entry.key(), copy_to_devices(entry.value(), param_devices,
-                                             is_state ? param_devices[index] : device));
+                                             is_state ? param_devices[index] : device, copies));
   }
   return dict;
 }

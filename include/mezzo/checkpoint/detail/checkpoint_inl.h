@@ -1,7 +1,10 @@
 #pragma once
 
+#include <mezzo/base/detail/exception_message.h>
+#include <mezzo/base/detail/platform.h>
 #include <mezzo/base/version.h>
 #include <mezzo/checkpoint/checkpoint.h>
+#include <mezzo/checkpoint/detail/archive_conversion.h>
 #include <mezzo/checkpoint/detail/atomic_file.h>
 #include <mezzo/checkpoint/detail/checkpoint_file.h>
 #include <mezzo/checkpoint/detail/checkpoint_name.h>
@@ -11,16 +14,23 @@
 #include <mezzo/checkpoint/detail/optimizer_entry.h>
 #include <mezzo/checkpoint/detail/root_dict.h>
 
+#include <ATen/core/ivalue.h>
+#include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstdint>
+#include <exception>
 #include <filesystem>
+#include <functional>
 #include <limits>
+#include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <system_error>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -67,19 +77,94 @@ MEZZO_INLINE void CheckpointManager::warn(const std::string& text) const {
 
 MEZZO_INLINE SavedCheckpoint CheckpointManager::save(const TrainingState& state,
                                                      std::int64_t step) {
+  return write(collect("CheckpointManager::save", state, step), step);
+}
+
+MEZZO_INLINE void CheckpointManager::save_async(const TrainingState& state, std::int64_t step) {
+  write_async(collect("CheckpointManager::save_async", state, step), step);
+}
+
+/// A save in another thread. A forked child does not have the thread: it neither waits, nor
+/// destroys what the thread was using.
+struct CheckpointManager::AsyncSave {
+  /// Returns false in a forked child.
+  bool join() {
+    if (pid != detail::process_id()) return false;
+    if (thread.joinable()) thread.join();
+    return true;
+  }
+  static void release(AsyncSave* save) {
+    if (save->join()) delete save;
+  }
+
+  int pid = detail::process_id();
+  std::vector<std::string> warnings{};
+  std::exception_ptr error{};
+  std::thread thread{};
+};
+
+MEZZO_INLINE void CheckpointManager::write_async(const c10::IValue& root_dict, std::int64_t step) {
+  static struct Unfinished {
+    ~Unfinished() {  // std::exit waits, because a save uses static objects
+      for (const auto& save : saves) {
+        if (const auto running = save.lock()) running->join();
+      }
+    }
+    std::mutex mutex{};
+    std::vector<std::weak_ptr<AsyncSave>> saves{};
+  } unfinished;
+  const auto write = prepare_write(step);
+  detail::TensorCopies copies;
+  const c10::NoGradGuard no_grad;
+  const auto copy = detail::copy_to_devices(root_dict, {}, at::kCPU, &copies);
+  const std::shared_ptr<AsyncSave> save(new AsyncSave, AsyncSave::release);
+  save->thread = std::thread([save = save.get(), write, copy] {
+    try {
+      (void)write(copy, [save](const std::string& text) { save->warnings.push_back(text); });
+    } catch (...) {
+      save->error = std::current_exception();
+    }
+  });
+  const std::lock_guard guard(unfinished.mutex);
+  std::erase_if(unfinished.saves, [](const auto& old) { return old.expired(); });
+  unfinished.saves.push_back(async_save_ = save);
+}
+
+MEZZO_INLINE void CheckpointManager::wait() {
+  const auto save = std::exchange(async_save_, nullptr);
+  if (save == nullptr || !save->join()) return;
+  for (const std::string& text : save->warnings) warn(text);
+  if (save->error) std::rethrow_exception(save->error);
+}
+
+MEZZO_INLINE CheckpointManager::~CheckpointManager() {
+  const std::string error = detail::get_error_message([this] { wait(); });
+  if (error.empty()) return;
+  (void)detail::get_error_message([&] { warn("CheckpointManager::save_async: " + error); });
+}
+
+MEZZO_INLINE c10::IValue CheckpointManager::collect(const char* caller, const TrainingState& state,
+                                                    std::int64_t step) {
+  wait();
   const auto& entries = state.entries();
-  detail::check_saveable("CheckpointManager::save", entries, step);
+  detail::check_saveable(caller, entries, step);
   if (!warned_nonfinite_) {
     const std::string warning = detail::get_nonfinite_buffer_warning(entries);
     warned_nonfinite_ = !warning.empty();
     if (warned_nonfinite_) warn("saving a checkpoint, but " + warning);
   }
-  return write(detail::make_root_dict(detail::collect_values(entries), step), step);
+  return detail::make_root_dict(detail::collect_values(entries), step);
 }
 
-/// Writes a checkpoint and removes old ones. Checkpoints known to be corrupt do not count as kept.
 MEZZO_INLINE SavedCheckpoint CheckpointManager::write(const c10::IValue& root_dict,
                                                       std::int64_t step) {
+  return prepare_write(step)(root_dict, [this](const std::string& text) { warn(text); });
+}
+
+/// Locks the directory. Returns a function that writes the next checkpoint and removes old ones,
+/// which does not use this object, so that another thread can call it. Checkpoints known to be
+/// corrupt do not count as kept.
+MEZZO_INLINE CheckpointManager::WriteFn CheckpointManager::prepare_write(std::int64_t step) {
   const int directory_error = detail::create_and_fsync_directories(directory_);
   const int lock_error = lock_.acquire(directory_);
   TORCH_CHECK(
@@ -102,25 +187,31 @@ MEZZO_INLINE SavedCheckpoint CheckpointManager::write(const c10::IValue& root_di
               "elsewhere");
   const std::filesystem::path target =
       directory_ / detail::CheckpointName{last + 1, step}.filename();
-  const std::uint64_t size_bytes = detail::write_atomically(
-      target, directory_error,
-      [&root_dict](detail::AtomicFile& file) { detail::write_zip(file, root_dict); },
-      [this](const std::string& text) {
-        if (!std::exchange(warned_not_durable_, true)) warn(text);
-      });
-  std::int64_t kept = 0;
-  for (const std::filesystem::path& path : checkpoints()) {
-    if (kept < options_.max_to_keep) {
-      if (corrupt_.count(path) == 0) ++kept;
-    } else if (const int error = detail::remove_file(path); error != 0 && error != ENOENT) {
-      warn(path.string() + " cannot be removed: " + detail::errno_message(error));
+  return [target, directory_error, directory = directory_, max_to_keep = options_.max_to_keep,
+          corrupt = corrupt_, warned_not_durable = warned_not_durable_](
+             const c10::IValue& root_dict, const WarnFn& warn) -> SavedCheckpoint {
+    const std::uint64_t size_bytes = detail::write_atomically(
+        target, directory_error,
+        [&root_dict](detail::AtomicFile& file) { detail::write_zip(file, root_dict); },
+        [&](const std::string& text) {
+          if (!std::exchange(*warned_not_durable, true)) warn(text);
+        });
+    std::int64_t kept = 0;
+    for (const detail::CheckpointName& name : detail::list_checkpoints(directory)) {
+      const std::filesystem::path path = directory / name.filename();
+      if (kept < max_to_keep) {
+        if (corrupt.count(path) == 0) ++kept;
+      } else if (const int error = detail::remove_file(path); error != 0 && error != ENOENT) {
+        warn(path.string() + " cannot be removed: " + detail::errno_message(error));
+      }
     }
-  }
-  return {target, size_bytes};
+    return {target, size_bytes};
+  };
 }
 
 MEZZO_INLINE std::optional<LoadedCheckpoint> CheckpointManager::load_latest(
     const TrainingState& state, const LoadOptions& options) {
+  wait();
   const auto& entries = state.entries();
   detail::check_loadable("CheckpointManager::load_latest", entries);
   std::string failures;
@@ -158,6 +249,7 @@ MEZZO_INLINE void CheckpointManager::skip_corrupt(const std::filesystem::path& p
 
 MEZZO_INLINE LoadedCheckpoint CheckpointManager::load(const TrainingState& state, std::int64_t step,
                                                       const LoadOptions& options) {
+  wait();
   std::string steps;
   const auto names = detail::list_checkpoints(directory_);
   const auto found = std::find_if(names.begin(), names.end(), [&](const auto& name) {
