@@ -239,6 +239,8 @@ class Bert(nn.Module):
 
     def forward(self, ids, mask):
         x = self.norm(self.words(ids) + self.positions.weight[:ids.shape[1]] + self.segments.weight[0])
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
         for layer in self.layers:
             x = layer(x, mask)
         return self.classifier(x)

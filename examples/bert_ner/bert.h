@@ -3,6 +3,7 @@
 /// `BertForTokenClassification`.
 #pragma once
 
+#include <ATen/autocast_mode.h>
 #include <torch/torch.h>
 
 #include <cmath>
@@ -134,6 +135,10 @@ struct BertForTokenClassificationImpl : nn::Module {
         mask.defined() ? mask.unsqueeze(1).unsqueeze(1) : mask;  // [batch, 1, 1, length]
     const auto position = positions->weight.narrow(0, 0, ids.size(1)) + segments->weight[0];
     auto hidden = torch::dropout(norm(words(ids) + position), dropout, is_training());
+    // Autocast would cast float32 embeddings for each product, and keep each copy for backward.
+    if (const auto type = hidden.device().type(); at::autocast::is_autocast_enabled(type)) {
+      hidden = hidden.to(at::autocast::get_autocast_dtype(type));
+    }
     for (auto& layer : layers) hidden = layer(hidden, keep);
     return classifier(torch::dropout(hidden, dropout, is_training()));
   }

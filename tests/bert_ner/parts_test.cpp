@@ -113,6 +113,16 @@ TEST(EntityScores, MatchesSeqeval) {
             (Scores{0.25, 0.5, 1 / 3.}));
 }
 
+TEST(ShuffledBatches, StartWithLongest) {
+  const BatchList sorted{{0, 1}, {2, 3}, {4, 5}, {6, 7}};
+  for (const uint64_t seed : {1, 2, 3, 4}) {
+    auto shuffled = shuffle_batches(sorted, seed, /*epoch=*/0);
+    EXPECT_EQ(shuffled.front(), sorted.back()) << seed;
+    std::ranges::sort(shuffled);
+    EXPECT_EQ(shuffled, sorted) << seed;
+  }
+}
+
 TEST(TablePrecisions, IncludesFloat16IfCpuMultipliesIt) {
   for (const char* instructions : {"avx512_fp16", "amx_fp16"}) {
     EXPECT_TRUE(has_float16(torch::kCPU, {{instructions, true}})) << instructions;

@@ -139,7 +139,7 @@ TEST_F(BertNerProgram, RunsEachPrecisionInSeparateProcess) {
   ASSERT_EQ(outcome.status, 0) << outcome.err;
   EXPECT_THAT(
       outcome.out,
-      MatchesRegex("\\| name +\\| +F1 \\| +memory \\| bytes/param \\| tokens/s \\| speed \\| "
+      MatchesRegex("\\| name +\\| +F1 \\| +memory \\| bytes/param \\| tokens/s \\| +speed \\| "
                    "skipped \\|\n"
                    "\\|[-:|]+\\|\n"
                    "\\| fp32 +\\| [^\n]* MiB \\(1\\.00\\) \\| +16\\.0 \\| +[0-9]+ \\| +[0-9.]+ ± "
