@@ -8,7 +8,6 @@
 #include <c10/util/Exception.h>
 #include <torch/nn/modules/linear.h>
 
-#include <algorithm>
 #include <cstdint>
 #include <filesystem>
 #include <memory>

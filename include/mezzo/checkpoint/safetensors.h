@@ -217,11 +217,13 @@ inline IncompatibleKeys load_safetensors(const detail::ModelRef& model,
                                          const std::filesystem::path& path,
                                          const LoadSafetensorsOptions& options = {}) {
   const TensorDict tensors = load_safetensors(path);
+  IncompatibleKeys keys;
   try {
-    return load_safetensors(model, tensors, options);
+    keys = load_safetensors(model, tensors, options);
   } catch (...) {
     TORCH_CHECK(false, path.string(), ": ", detail::current_exception_message());
   }
+  return keys;
 }
 
 /// Writes tensors to `path`, replacing it atomically, as checkpoints are. The file equals that of
