@@ -107,7 +107,7 @@ void expect_rest_of_batches(const S& sampler, std::size_t num_workers) {
 }
 
 TEST(ResumableSampler, ResumedRunReadsRestOfBatches) {
-  for (const std::size_t num_workers : {0, 1, 3}) {
+  for (const std::size_t num_workers : {0U, 1U, 3U}) {
     SCOPED_TRACE(num_workers);
     expect_rest_of_batches(RandomSampler(23), num_workers);
     expect_rest_of_batches(SequentialSampler(23), num_workers);
@@ -173,7 +173,7 @@ TEST(ResumableSampler, ResumesTwiceWithOtherBatchSizes) {
   const TempDir temp_dir;
   torch::manual_seed(1);
   std::vector<std::size_t> read;
-  for (const std::size_t batch_size : {4, 5, 3}) {
+  for (const std::size_t batch_size : {4U, 5U, 3U}) {
     Reader<RandomSampler> reader(temp_dir.path(), RandomSampler(23), 2, batch_size);
     reader.checkpoints.load_latest(reader.state);
     std::size_t num_read = 0;
