@@ -247,7 +247,7 @@ MEZZO_INLINE StepResult GradScaler::step_on_device(optim::MixedPrecisionOptimize
   optimizer.apply(std::move(plan), stats, options);
   state.stage = OptState::stepped;
   const bool is_captured = detail::current_capture_id(scale_.scale.device()) != 0;
-  if (!is_captured) reporter_.observe(state.optimizer, result);  // replays do not notify the host
+  if (!is_captured) reporter_.observe(state.identity, result);  // replays do not notify the host
   return result;
 }
 
@@ -271,7 +271,7 @@ MEZZO_INLINE StepResult GradScaler::step_with_host_sync(OptimizerRef optimizer,
   const StepResult::Values values = future_pool_.make_result(scale, stats, was_unscaled).values();
   const StepResult result = detail::maybe_opt_step(optimizer, gradients, values, options);
   state.stage = OptState::stepped;
-  reporter_.observe(state.optimizer, result);
+  reporter_.observe(state.identity, result);
   return result;
 }
 
@@ -323,7 +323,7 @@ MEZZO_INLINE void GradScaler::add_found_inf(const PerOptimizerState& state) {
   detail::add_flag(found_inf_, state.found_inf);
   if (state.stage != OptState::unscaled) return;
   const GradStats stats{.inv_scale = scale_.inv_scale, .found_inf = state.found_inf};
-  reporter_.observe(state.optimizer,
+  reporter_.observe(state.identity,
                     future_pool_.make_result(scale_.scale, stats, /*was_unscaled=*/false));
 }
 

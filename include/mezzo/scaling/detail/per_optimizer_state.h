@@ -45,11 +45,12 @@ class PerOptimizerState {
   /// A float of one element on the scale's device: not 0 if a check found an inf or NaN. Undefined
   /// before the first check.
   at::Tensor found_inf{};
-  OptimizerIdentity optimizer;
+  OptimizerIdentity identity;
 
-  explicit PerOptimizerState(const torch::optim::Optimizer& of) : optimizer{&of, &typeid(of)} {
-    for (const auto& group : of.param_groups()) {
-      optimizer.num_params += group.params().size();
+  explicit PerOptimizerState(const torch::optim::Optimizer& optimizer)
+      : identity{&optimizer, &typeid(optimizer)} {
+    for (const auto& group : optimizer.param_groups()) {
+      identity.num_params += group.params().size();
       if (!group.params().empty())
         first_params_.emplace_back(group.params().front().getIntrusivePtr());
     }
