@@ -215,8 +215,8 @@ class GradScaler {
   void check_can_unscale(const torch::optim::Optimizer& optimizer, const StepPlan& plan) const;
   void merge_found_inf(PerOptimizerState& state, GradStats& stats) const;
   void mark_cleared_grads();
-  void unscale_grads(OptimizerRef optimizer, PerOptimizerState& state);
-  StepResult step_on_device(optim::MixedPrecisionOptimizer& optimizer, const StepOptions& options);
+  GradStats unscale_grads(OptimizerRef optimizer, PerOptimizerState& state);
+  StepResult step_on_device(OptimizerRef optimizer, const StepOptions& options);
   StepResult step_with_host_sync(OptimizerRef optimizer, const StepOptions& options);
   StepResult step_disabled(OptimizerRef optimizer, const StepOptions& options);
   StepResult step_with_closure(OptimizerRef optimizer,
