@@ -6,6 +6,7 @@
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/kernels/graph_capture.h>
 #include <mezzo/kernels/unscale.h>
+#include <mezzo/optim/detail/grad_hooks.h>
 #include <mezzo/optim/detail/gradients.h>
 #include <mezzo/optim/detail/optimizer_description.h>
 #include <mezzo/scaling/grad_scaler.h>
@@ -137,6 +138,7 @@ MEZZO_INLINE void GradScaler::mark_cleared_grads() {
 }
 
 MEZZO_INLINE at::Tensor GradScaler::unscale_(OptimizerRef optimizer) {
+  detail::check_not_stepped_in_backward(optimizer.optimizer(), "unscale_");
   optim::MixedPrecisionOptimizer* const mixed_precision = optimizer.mixed_precision();
   if (!options_.enabled) {
     if (mixed_precision == nullptr) return {};
@@ -201,6 +203,7 @@ MEZZO_INLINE GradStats GradScaler::unscale_grads(OptimizerRef optimizer, PerOpti
 MEZZO_INLINE StepResult GradScaler::step(OptimizerRef optimizer, const StepOptions& options) {
   TORCH_CHECK(detail::is_above(options.max_norm, 0), "step: max_norm is ", options.max_norm,
               "; it should be positive, and infinite for no clipping");
+  detail::check_not_stepped_in_backward(optimizer.optimizer(), "step");
   const c10::NoGradGuard no_grad;
   if (!options_.enabled) return step_disabled(optimizer, options);
   return optimizer.mixed_precision() != nullptr ? step_on_device(optimizer, options)
@@ -386,7 +389,9 @@ MEZZO_INLINE void GradScaler::check_scale_initialized(const char* call) const {
 }
 
 /// Returns the scale on the device of a loss, and creates it for the first. Thread-safe.
-MEZZO_INLINE at::Tensor GradScaler::get_scale_on(at::Device device) {
+MEZZO_INLINE at::Tensor GradScaler::get_scale_for(const at::Tensor& output) {
+  if (options_.mode != LossScaleMode::none) detail::check_not_stepped_in_backward(output);
+  const at::Device device = output.device();
   const std::lock_guard lock(*mutex_);
   if (!scale_.scale.defined()) lazy_init_scale(device);
   reporter_.record_use(detail::current_capture_id(device) != 0);
