@@ -3,16 +3,20 @@
 //   memory   bytes per parameter allocated by libtorch: between two steps, gradients included, and the
 //            peak within a step. Of eight bias-free Linear modules of 1024 x 1024 with one row of input,
 //            so that activations are negligible.
+//   BERT-base  the same for the whole model (109 million parameters) and one sentence of 32 tokens, with and
+//            without StepInBackward.
 //   a step   forward, backward and update of a BERT-shaped encoder with a small batch, where weight casts
 //            dominate.
 //
 // Gradients are zeroed in place. Rounds are interleaved, and ratios are medians of each round's
 // ratio.
 //
-//   training_step_bench [rounds]
+//   training_step_bench [rounds]     0 rounds: only memory
 
 #include <mezzo/autocast/autocast_guard.h>
 #include <mezzo/optim/adamw.h>
+#include <mezzo/optim/adamw8bit.h>
+#include <mezzo/optim/step_in_backward.h>
 #include <mezzo/scaling/grad_scaler.h>
 
 #include <torch/torch.h>
@@ -46,6 +50,8 @@ struct Way {
   bool autocast = false;
   bool is_torchs = false;
   WeightStorage storage = WeightStorage::plain;
+  bool is_8bit = false;
+  bool in_backward = false;
 };
 
 const std::vector<Way>& ways() {
@@ -64,6 +70,21 @@ const std::vector<Way>& ways() {
   return all;
 }
 
+std::vector<Way> bert_base_ways() {
+  std::vector<Way> all;
+  for (const bool is_8bit : {false, true}) {
+    for (const bool in_backward : {false, true}) {
+      all.push_back({.name = std::string(is_8bit ? "AdamW8bit" : "AdamW, stochastic rounding") +
+                             (in_backward ? ", in backward" : ""),
+                     .model = kBFloat16,
+                     .storage = WeightStorage::stochastic_rounding,
+                     .is_8bit = is_8bit,
+                     .in_backward = in_backward});
+    }
+  }
+  return all;
+}
+
 /// The training of a model with one variant.
 template <class Model>
 class Training {
@@ -71,12 +92,15 @@ class Training {
   Training(const Way& way, Model model) : way_(way), model_(std::move(model)) {
     model_->to(way.model);
     if (way.is_torchs) {
-      torchs_ = std::make_unique<torch::optim::AdamW>(model_->parameters(), 1e-4);
+      optimizer_ = std::make_unique<torch::optim::AdamW>(model_->parameters(), 1e-4);
+    } else if (way.is_8bit) {
+      optimizer_ = std::make_unique<mezzo::optim::AdamW8bit>(model_->parameters(), 1e-4);
     } else {
-      ours_ = std::make_unique<AdamW>(
+      optimizer_ = std::make_unique<AdamW>(
           model_->parameters(), AdamWOptions(1e-4),
           mezzo::optim::WeightStorageOptions{.weight_storage = way.storage});
     }
+    if (way.in_backward) in_backward_ = std::make_unique<mezzo::StepInBackward>(*optimizer_);
   }
 
   void step(const torch::Tensor& input) {
@@ -85,11 +109,13 @@ class Training {
       if (way_.autocast) autocast.emplace();
       model_->forward(input).to(kFloat).square().mean().backward();
     }
-    if (torchs_ != nullptr) {
-      torchs_->step();
-      torchs_->zero_grad(/*set_to_none=*/false);
+    if (in_backward_ != nullptr) {
+      in_backward_->step();
+    } else if (way_.is_torchs) {
+      optimizer_->step();
+      optimizer_->zero_grad(/*set_to_none=*/false);
     } else {
-      scaler_.step(*ours_, {.zero_grad = true});
+      scaler_.step(*optimizer_, {.zero_grad = true});
     }
   }
 
@@ -99,30 +125,46 @@ class Training {
   Way way_;
   Model model_;
   mezzo::GradScaler scaler_{{.enabled = false}};
-  std::unique_ptr<torch::optim::AdamW> torchs_;
-  std::unique_ptr<AdamW> ours_;
+  std::unique_ptr<torch::optim::Optimizer> optimizer_;
+  std::unique_ptr<mezzo::StepInBackward> in_backward_;
 };
+
+/// Trains the model that `make` returns, and prints the bytes a parameter.
+template <class MakeModel>
+void print_memory(const Way& way, const torch::Tensor& input, const MakeModel& make) {
+  auto& allocator = bench::counting_allocator();
+  const int64_t before = allocator.in_use();
+  auto model = make();
+  int64_t num_parameters = 0;
+  for (const auto& parameter : model->parameters()) num_parameters += parameter.numel();
+  Training training(way, model);
+  for (int step = 0; step < 3; ++step) training.step(input);
+  allocator.reset_peak();
+  const int64_t between = allocator.in_use();
+  training.step(input);
+  const auto a_parameter = [&](int64_t bytes) {
+    return static_cast<double>(bytes - before) / static_cast<double>(num_parameters);
+  };
+  std::printf("%-40s %16.2f %16.2f\n", way.name.c_str(), a_parameter(between),
+              a_parameter(allocator.peak()));
+}
 
 void print_memory() {
   std::printf("%-40s %16s %16s\n", "bytes a parameter", "between steps", "most in a step");
   for (const Way& way : ways()) {
-    const auto input = torch::randn({1, 1024}).to(way.model);
-    auto& allocator = bench::counting_allocator();
-    const int64_t before = allocator.in_use();
-    torch::nn::Sequential model;
-    for (int layer = 0; layer < 8; ++layer) {
-      model->push_back(torch::nn::Linear(torch::nn::LinearOptions(1024, 1024).bias(false)));
-    }
-    Training<torch::nn::Sequential> training(way, model);
-    for (int step = 0; step < 3; ++step) training.step(input);
-    allocator.reset_peak();
-    const int64_t between = allocator.in_use();
-    training.step(input);
-    const auto a_parameter = [&](int64_t bytes) {
-      return static_cast<double>(bytes - before) / (8 * 1024 * 1024);
-    };
-    std::printf("%-40s %16.2f %16.2f\n", way.name.c_str(), a_parameter(between),
-                a_parameter(allocator.peak()));
+    print_memory(way, torch::randn({1, 1024}).to(way.model), [] {
+      torch::nn::Sequential model;
+      for (int layer = 0; layer < 8; ++layer) {
+        model->push_back(torch::nn::Linear(torch::nn::LinearOptions(1024, 1024).bias(false)));
+      }
+      return model;
+    });
+  }
+  std::printf("\n%-40s %16s %16s\n", "BERT-base, bytes a parameter", "between steps",
+              "most in a step");
+  for (const Way& way : bert_base_ways()) {
+    print_memory(way, torch::randint(bench::kVocabulary, {1, 32}),
+                 [] { return bench::Encoder(bench::EncoderSizes{.width = 768, .layers = 12}); });
   }
 }
 
@@ -169,6 +211,7 @@ int main(int argc, char** argv) {
   bench::counting_allocator();
   std::printf("%d threads, %d rounds\n\n", at::get_num_threads(), rounds);
   print_memory();
+  if (rounds == 0) return 0;
   print_steps(1, rounds);
   print_steps(8, rounds);
 }

@@ -9,6 +9,7 @@
 #include <mezzo/distributed/distributed_data_parallel.h>  // IWYU pragma: export
 #include <mezzo/distributed/distributed_environment.h>    // IWYU pragma: export
 #include <mezzo/distributed/grad_reducer.h>               // IWYU pragma: export
+#include <mezzo/distributed/model_parallel_optimizer.h>   // IWYU pragma: export
 #include <mezzo/distributed/no_sync_guard.h>              // IWYU pragma: export
 #include <mezzo/distributed/rendezvous.h>                 // IWYU pragma: export
 #include <mezzo/distributed/sharded_optimizer.h>          // IWYU pragma: export

@@ -17,6 +17,7 @@
 #include <mezzo/optim/muon.h>                       // IWYU pragma: export
 #include <mezzo/optim/optimizer_ref.h>              // IWYU pragma: export
 #include <mezzo/optim/sgd.h>                        // IWYU pragma: export
+#include <mezzo/optim/step_in_backward.h>           // IWYU pragma: export
 #include <mezzo/optim/step_options.h>               // IWYU pragma: export
 #include <mezzo/optim/step_plan.h>                  // IWYU pragma: export
 #include <mezzo/optim/step_result.h>                // IWYU pragma: export

@@ -7,6 +7,7 @@
 #include <mezzo/optim/lion.h>
 #include <mezzo/optim/muon.h>
 #include <mezzo/optim/sgd.h>
+#include <mezzo/optim/step_in_backward.h>
 #include <mezzo/scaling/grad_scaler.h>
 
 #include <torch/torch.h>
@@ -18,6 +19,7 @@
 #include <functional>
 #include <limits>
 #include <memory>
+#include <optional>
 #include <sstream>
 #include <string>
 #include <utility>
@@ -463,6 +465,45 @@ TEST_F(OptimCuda, RunsInCudaGraph) {
     EXPECT_EQ(gpu.scale(), cpu.scale()) << value;
     EXPECT_EQ(gpu.applied_steps(), cpu.applied_steps()) << value;
     EXPECT_TRUE(torch::allclose(gpu.weights(), cpu.weights(), 1e-5, 1e-6)) << value;
+  }
+}
+
+// The device counts steps and looks up the learning rates.
+TEST_F(OptimCuda, StepInBackwardMatchesOrdinaryLoop) {
+  for (const WeightStorage storage : {WeightStorage::plain, WeightStorage::fp32_master}) {
+    const auto dtype = storage == WeightStorage::plain ? torch::kFloat : torch::kBFloat16;
+    const auto make = [dtype] {
+      const auto weight = torch::linspace(-1, 1, 300).to(dtype).to(kGpu);
+      return Tensors{weight.clone().requires_grad_(), weight.neg().requires_grad_()};
+    };
+    const Tensors weights = make(), expected = make();
+    const mezzo::optim::AdamWOptions options(0.1);
+    mezzo::optim::AdamW optimizer(weights, options, {storage}),
+        ordinary(expected, options, {storage});
+    optimizer.set_lr_factors({1.0, 0.5, 0.25, 0.0});
+    ordinary.set_lr_factors({1.0, 0.5, 0.25, 0.0});
+    mezzo::StepInBackward in_backward(optimizer);
+    const auto loss = [](const Tensors& of, double factor) {
+      return (of[0] * factor).sum() + (of[1] * of[1]).sum();
+    };
+    for (int step = 0; step < 3; ++step) {
+      {
+        std::optional<ForbidSyncGuard> forbid_sync;
+        if (step > 0) forbid_sync.emplace();
+        loss(weights, 1).backward();
+        (void)in_backward.step();
+      }
+      ordinary.zero_grad();
+      loss(expected, 1).backward();
+      ordinary.step();
+    }
+    for (std::size_t i = 0; i < 2; ++i) EXPECT_TRUE(torch::equal(weights[i], expected[i])) << i;
+    EXPECT_EQ(optimizer.applied_steps(), 3);
+    optimizer.set_lr_factors({1.0});
+    loss(weights, std::numeric_limits<double>::quiet_NaN()).backward();
+    EXPECT_TRUE(in_backward.step().found_inf());
+    EXPECT_TRUE(torch::equal(weights[0], expected[0]));
+    EXPECT_FALSE(torch::equal(weights[1], expected[1]));
   }
 }
 

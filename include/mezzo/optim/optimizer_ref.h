@@ -32,6 +32,18 @@ concept OptimizerWrapper = std::derived_from<T, optim::MixedPrecisionOptimizer> 
 
 }  // namespace detail
 
+namespace optim {
+
+/// Interface of objects that compute the statistics of an optimizer's gradients in its place, from
+/// those of several ranks.
+struct GradStatsProvider {
+  virtual ~GradStatsProvider() = default;
+  /// See MixedPrecisionOptimizer::grad_stats. \param plan  may be empty
+  virtual GradStats grad_stats(const StepPlan& plan, const at::Tensor& inv_scale) = 0;
+};
+
+}  // namespace optim
+
 /// Non-owning reference to any optimizer: torch::optim's, mezzo's, your own, or a MasterWeights.
 /// GradScaler, clipping and schedules take one by value. The optimizer must outlive it.
 class OptimizerRef {
@@ -43,6 +55,11 @@ class OptimizerRef {
   /// Refers to an optimizer wrapper: a MasterWeights.
   template <detail::OptimizerWrapper T>
   OptimizerRef(T& wrapper) : optimizer_(&wrapper.optimizer()), mixed_precision_(&wrapper) {}
+  /// Refers to `optimizer`, with statistics by `provider`.
+  OptimizerRef(const OptimizerRef& optimizer, optim::GradStatsProvider& provider) noexcept
+      : OptimizerRef(optimizer) {
+    grad_stats_provider_ = &provider;
+  }
   template <detail::OptimizerPointer Pointer>
   OptimizerRef(const Pointer&) = delete;  // mezzo takes optimizers by reference: pass *optimizer
 
@@ -50,6 +67,8 @@ class OptimizerRef {
   torch::optim::Optimizer& optimizer() const noexcept { return *optimizer_; }
   /// Returns the optimizer as a MixedPrecisionOptimizer; null if it is not one.
   optim::MixedPrecisionOptimizer* mixed_precision() const noexcept { return mixed_precision_; }
+  /// Returns the object that computes the statistics for several ranks; null without one.
+  optim::GradStatsProvider* grad_stats_provider() const noexcept { return grad_stats_provider_; }
 
   /// Steps with the gradients as they are. Calls `closure` first, if given, and returns its loss.
   at::Tensor step(torch::optim::Optimizer::LossClosure closure = nullptr) const {
@@ -70,6 +89,7 @@ class OptimizerRef {
  private:
   torch::optim::Optimizer* optimizer_;
   optim::MixedPrecisionOptimizer* mixed_precision_;
+  optim::GradStatsProvider* grad_stats_provider_ = nullptr;
 };
 
 namespace detail {
@@ -77,8 +97,20 @@ namespace detail {
 /// Returns the plan of a step of any optimizer.
 inline StepPlan make_plan(OptimizerRef optimizer) {
   optim::MixedPrecisionOptimizer* const mixed_precision = optimizer.mixed_precision();
-  return mixed_precision != nullptr ? mixed_precision->plan()
-                                    : make_torch_plan(optimizer.optimizer());
+  StepPlan plan =
+      mixed_precision != nullptr ? mixed_precision->plan() : make_torch_plan(optimizer.optimizer());
+  plan.other_ranks_have_grads = optimizer.grad_stats_provider() != nullptr;
+  return plan;
+}
+
+/// Returns the statistics of a step of any optimizer.
+inline GradStats compute_grad_stats(OptimizerRef optimizer, const StepPlan& plan,
+                                    const at::Tensor& inv_scale) {
+  if (optimizer.grad_stats_provider() != nullptr)
+    return optimizer.grad_stats_provider()->grad_stats(plan, inv_scale);
+  return optimizer.mixed_precision() != nullptr
+             ? optimizer.mixed_precision()->grad_stats(plan, inv_scale)
+             : compute_grad_stats_across_devices(dense_gradients(plan), inv_scale);
 }
 
 }  // namespace detail

@@ -215,8 +215,8 @@ class GradScaler {
   void check_can_unscale(const torch::optim::Optimizer& optimizer, const StepPlan& plan) const;
   void merge_found_inf(PerOptimizerState& state, GradStats& stats) const;
   void mark_cleared_grads();
-  void unscale_grads(OptimizerRef optimizer, PerOptimizerState& state);
-  StepResult step_on_device(optim::MixedPrecisionOptimizer& optimizer, const StepOptions& options);
+  GradStats unscale_grads(OptimizerRef optimizer, PerOptimizerState& state);
+  StepResult step_on_device(OptimizerRef optimizer, const StepOptions& options);
   StepResult step_with_host_sync(OptimizerRef optimizer, const StepOptions& options);
   StepResult step_disabled(OptimizerRef optimizer, const StepOptions& options);
   StepResult step_with_closure(OptimizerRef optimizer,
@@ -226,7 +226,7 @@ class GradScaler {
   void set_scale(const at::Tensor& new_scale);
   void finish_iteration();
   void check_scale_initialized(const char* call) const;
-  at::Tensor get_scale_on(at::Device device);
+  at::Tensor get_scale_for(const at::Tensor& output);
   void lazy_init_scale(at::Device device);
   LossScaleState read_loss_scale_state() const;
   template <class Number>
@@ -276,7 +276,7 @@ std::remove_cvref_t<Outputs> GradScaler::scale(const Outputs& outputs) {
   if (!options_.enabled) return outputs;
   mark_cleared_grads();
   return detail::map_tensors(outputs, [this](const at::Tensor& output) -> at::Tensor {
-    const at::Tensor scale = get_scale_on(output.device());
+    const at::Tensor scale = get_scale_for(output);
     return options_.mode == LossScaleMode::none ? output : output.mul(scale);
   });
 }

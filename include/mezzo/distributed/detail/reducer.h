@@ -4,6 +4,7 @@
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/detail/collectives.h>
+#include <mezzo/optim/detail/grad_hooks.h>
 #include <mezzo/optim/grad_buckets.h>
 
 #include <ATen/core/Tensor.h>
@@ -12,9 +13,7 @@
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/graph_task.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <cstddef>
@@ -63,11 +62,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
 
   void install_hooks() {
     for (std::size_t i = 0; i < buckets_.parameters().size(); ++i) {
-      const at::Tensor& parameter = buckets_.parameters()[i];
-      torch::autograd::impl::materialize_autograd_meta(parameter);
-      auto& previous = torch::autograd::impl::post_acc_grad_hooks(parameter);
-      torch::autograd::impl::set_post_acc_grad_hooks(
-          parameter, std::make_unique<Hook>(weak_from_this(), i, std::move(previous)));
+      install_grad_hook(buckets_.parameters()[i], std::make_unique<Hook>(weak_from_this(), i));
     }
   }
 
@@ -75,15 +70,10 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   /// hook.
   void remove_hooks() {
     for (const at::Tensor& parameter : buckets_.parameters()) {
-      auto* link = &torch::autograd::impl::post_acc_grad_hooks(parameter);
-      while (auto* const hook = dynamic_cast<Hook*>(link->get())) {
-        if (hook->reducer.lock().get() == this) {
-          auto previous = std::move(hook->previous);
-          *link = std::move(previous);
-          break;
-        }
-        link = &hook->previous;
-      }
+      remove_grad_hook(parameter, [this](const ChainedGradHook& hook) {
+        const auto* const own = dynamic_cast<const Hook*>(&hook);
+        return own != nullptr && own->reducer.lock().get() == this;
+      });
     }
   }
 
@@ -97,21 +87,17 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   }
 
  private:
-  /// Post-accumulate hook of a parameter. A tensor has one such hook, so it first calls the hook
-  /// that it replaced.
-  struct Hook final : torch::autograd::PostAccumulateGradHook {
-    Hook(std::weak_ptr<Reducer> owner, std::size_t index,
-         std::unique_ptr<torch::autograd::PostAccumulateGradHook> previous_hook)
-        : reducer(std::move(owner)), param_index(index), previous(std::move(previous_hook)) {}
+  struct Hook final : ChainedGradHook {
+    Hook(std::weak_ptr<Reducer> owner, std::size_t index)
+        : reducer(std::move(owner)), param_index(index) {}
 
-    void operator()(const at::Tensor& parameter) override {
-      if (previous != nullptr) (*previous)(parameter);
+    void on_accumulated(const at::Tensor& /*parameter*/) override {
       if (const auto alive = reducer.lock()) alive->mark_ready(param_index);
     }
+    bool completes_later() const override { return !reducer.expired(); }
 
     std::weak_ptr<Reducer> reducer;
     std::size_t param_index;
-    std::unique_ptr<torch::autograd::PostAccumulateGradHook> previous;
   };
 
   /// A running backward pass. `lifetime` expires when it ends or throws.
@@ -172,16 +158,16 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   void check_no_other_reducer() const {
     for (std::size_t i = 0; i < bucket_indices_.size(); ++i) {
       const at::Tensor& parameter = buckets_.parameters()[i];
-      const auto* link = torch::autograd::impl::post_acc_grad_hooks(parameter).get();
-      while (const auto* const hook = dynamic_cast<const Hook*>(link)) {
-        const auto alive = hook->reducer.lock();
-        TORCH_CHECK(
-            alive == nullptr || alive.get() == this, "GradReducer on rank ", backend_->getRank(),
-            ": the gradient of ", describe_param(i, parameter),
-            " is reduced by another DistributedDataParallel, GradReducer or ShardedOptimizer too; "
-            "use one of them, and destroy the other");
-        link = hook->previous.get();
-      }
+      const auto is_other_reducer = [this](const ChainedGradHook& hook) {
+        const auto* const other = dynamic_cast<const Hook*>(&hook);
+        const auto alive = other != nullptr ? other->reducer.lock() : nullptr;
+        return alive != nullptr && alive.get() != this;
+      };
+      TORCH_CHECK(
+          find_grad_hook(parameter, is_other_reducer) == nullptr, "GradReducer on rank ",
+          backend_->getRank(), ": the gradient of ", describe_param(i, parameter),
+          " is reduced by another DistributedDataParallel, GradReducer or ShardedOptimizer too; "
+          "use one of them, and destroy the other");
     }
   }
 
@@ -243,8 +229,18 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
       }
       all_reduce_bucket(next_bucket_);
     }
-    if (backend_->getSize() > 1) wait_for_buckets();
+    if (backend_->getSize() > 1) {
+      wait_for_buckets();
+    } else {
+      for (std::size_t i = 0; i < buckets_.buckets().size(); ++i) notify_bucket_complete(i);
+    }
     is_running_ = false;
+  }
+
+  void notify_bucket_complete(std::size_t bucket) const {
+    for (const std::size_t param : buckets_.buckets()[bucket].param_indices) {
+      notify_grad_complete(buckets_.parameters()[param]);
+    }
   }
 
   /// Waits for all collectives. A parameter that has a gradient only on other ranks gets its bucket
@@ -261,9 +257,11 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
       has_grad[static_cast<int64_t>(i)].zero_();
     }
     const WorkPtr work = all_reduce(backend_, has_grad, c10d::ReduceOp::MAX);
-    for (const InFlightBucket& bucket : in_flight_) {
+    for (std::size_t i = 0; i < in_flight_.size(); ++i) {  // bucket i
+      const InFlightBucket& bucket = in_flight_[i];
       bucket.work->wait();
       if (!bucket.reduced.is_same(bucket.buffer)) bucket.buffer.copy_(bucket.reduced);
+      notify_bucket_complete(i);
     }
     in_flight_.clear();
     work->wait();
@@ -273,6 +271,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
       const bool has_average = has_grad_on_any_rank.const_data_ptr<std::uint8_t>()[i] != 0;
       if (has_average && parameters[i].requires_grad()) {
         parameters[i].mutable_grad() = buckets_.bucket_view(i);
+        notify_grad_complete(parameters[i]);
       }
     }
   }

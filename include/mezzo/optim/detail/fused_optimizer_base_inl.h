@@ -335,7 +335,7 @@ MEZZO_INLINE void FusedOptimizerBase::apply_impl(StepPlan& plan, const GradStats
         step_cpu(params, plan.groups, local_stats, options);
         break;
       case KernelBackend::cuda:
-        is_counted = !plan.spans_devices;
+        is_counted = !plan.spans_devices && !plan.is_partial;
         step_on_cuda(params, plan.groups, local_stats, options, is_counted);
         break;
       case KernelBackend::aten:
@@ -344,7 +344,7 @@ MEZZO_INLINE void FusedOptimizerBase::apply_impl(StepPlan& plan, const GradStats
     begin = end;
   }
   clear_autocast_cache();
-  if (!is_counted) count_applied_step(plan, stats);
+  if (!is_counted && !plan.is_partial) count_applied_step(plan, stats);
 }
 
 /// Sets the lrs of a step under a schedule: the base lrs if the device multiplies them by the
@@ -514,7 +514,9 @@ MEZZO_INLINE void FusedOptimizerBase::step_on_cuda(Params params, const Groups& 
   DeviceStepArgs step_args = make_device_step_args(stats, options);
   step_args.zero_grad = step_args.zero_grad && !gradients_overlap(params);
   at::Tensor applied;
-  if (counts_applied) applied = get_step_tensors(device, {applied_steps_.step_count()}).front();
+  if (counts_applied || groups.front().lr_factor_on_device) {
+    applied = get_step_tensors(device, {applied_steps_.step_count()}).front();
+  }
   if (groups.front().lr_factor_on_device) {
     const at::Tensor& factors = lr_factors_.device_table(device);
     step_args.applied_steps = applied.const_data_ptr<float>();

@@ -170,7 +170,7 @@ MEZZO_INLINE void MasterWeights::apply(StepPlan plan, const GradStats& stats,
   const auto multipliers = detail::grad_multipliers(stats, options.max_norm);
   if (multipliers) {
     step_inner(plan, *multipliers);
-    applied_steps_.step_count().set_on_host(applied_steps() + 1);
+    if (!plan.is_partial) applied_steps_.step_count().set_on_host(applied_steps() + 1);
   }
   for (auto& [parameter, entry] : masters_) entry.state.end_step();
   if (options.zero_grad) detail::zero_gradients(*inner_);

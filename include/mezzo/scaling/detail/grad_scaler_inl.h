@@ -6,6 +6,7 @@
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/kernels/graph_capture.h>
 #include <mezzo/kernels/unscale.h>
+#include <mezzo/optim/detail/grad_hooks.h>
 #include <mezzo/optim/detail/gradients.h>
 #include <mezzo/optim/detail/optimizer_description.h>
 #include <mezzo/scaling/grad_scaler.h>
@@ -137,6 +138,7 @@ MEZZO_INLINE void GradScaler::mark_cleared_grads() {
 }
 
 MEZZO_INLINE at::Tensor GradScaler::unscale_(OptimizerRef optimizer) {
+  detail::check_not_stepped_in_backward(optimizer.optimizer(), "unscale_");
   optim::MixedPrecisionOptimizer* const mixed_precision = optimizer.mixed_precision();
   if (!options_.enabled) {
     if (mixed_precision == nullptr) return {};
@@ -160,8 +162,9 @@ MEZZO_INLINE at::Tensor GradScaler::unscale_(OptimizerRef optimizer) {
   return state.found_inf;
 }
 
-/// Casts the gradients of weights with masters to float32, then unscales all in place.
-MEZZO_INLINE void GradScaler::unscale_grads(OptimizerRef optimizer, PerOptimizerState& state) {
+/// Casts the gradients of weights with masters to float32, then unscales all in place. Returns
+/// their statistics; without norm_sq, unless ranks decide together.
+MEZZO_INLINE GradStats GradScaler::unscale_grads(OptimizerRef optimizer, PerOptimizerState& state) {
   const c10::NoGradGuard no_grad;
   StepPlan plan = detail::make_plan(optimizer);
   check_can_unscale(optimizer.optimizer(), plan);
@@ -175,6 +178,8 @@ MEZZO_INLINE void GradScaler::unscale_grads(OptimizerRef optimizer, PerOptimizer
                 "place; clone() it first");
     ++param;
   }
+  GradStats stats{.inv_scale = inverse};
+  if (plan.other_ranks_have_grads) stats = detail::compute_grad_stats(optimizer, plan, inverse);
   detail::set_master_grads(optimizer.mixed_precision(), plan);
   state.found_inf = at::Tensor();
   detail::for_each_device(detail::dense_gradients(plan), [&](const auto& here) {
@@ -183,8 +188,14 @@ MEZZO_INLINE void GradScaler::unscale_grads(OptimizerRef optimizer, PerOptimizer
     detail::unscale_and_check_({here.begin(), here.end()}, found, inv_scale);
     detail::add_flag(state.found_inf, detail::to_device(found, inverse.device()));
   });
+  if (stats.found_inf.defined()) {
+    state.found_inf = detail::to_device(stats.found_inf, inverse.device());
+  } else {
+    stats.found_inf = state.found_inf;
+  }
   state.stage = OptState::unscaled;
   if (options_.mode != LossScaleMode::none) state.set_unscaled_grads(plan);
+  return stats;
 }
 
 // --- Stepping ----------------------------------------------------------------------------------
@@ -192,11 +203,11 @@ MEZZO_INLINE void GradScaler::unscale_grads(OptimizerRef optimizer, PerOptimizer
 MEZZO_INLINE StepResult GradScaler::step(OptimizerRef optimizer, const StepOptions& options) {
   TORCH_CHECK(detail::is_above(options.max_norm, 0), "step: max_norm is ", options.max_norm,
               "; it should be positive, and infinite for no clipping");
+  detail::check_not_stepped_in_backward(optimizer.optimizer(), "step");
   const c10::NoGradGuard no_grad;
   if (!options_.enabled) return step_disabled(optimizer, options);
-  optim::MixedPrecisionOptimizer* const mixed_precision = optimizer.mixed_precision();
-  return mixed_precision != nullptr ? step_on_device(*mixed_precision, options)
-                                    : step_with_host_sync(optimizer, options);
+  return optimizer.mixed_precision() != nullptr ? step_on_device(optimizer, options)
+                                                : step_with_host_sync(optimizer, options);
 }
 
 MEZZO_INLINE StepResult GradScaler::step_with_closure(
@@ -230,21 +241,21 @@ MEZZO_INLINE void GradScaler::merge_found_inf(PerOptimizerState& state, GradStat
 }
 
 /// Steps with a mixed-precision optimizer: the device decides, without a host sync.
-MEZZO_INLINE StepResult GradScaler::step_on_device(optim::MixedPrecisionOptimizer& optimizer,
+MEZZO_INLINE StepResult GradScaler::step_on_device(OptimizerRef optimizer,
                                                    const StepOptions& options) {
   PerOptimizerState& state = get_optimizer_state_for_step(optimizer.optimizer());
   const bool was_unscaled = state.stage == OptState::unscaled;
-  StepPlan plan = optimizer.plan();
+  StepPlan plan = detail::make_plan(optimizer);
   was_unscaled ? state.check_still_unscaled(optimizer.optimizer())
                : check_can_unscale(optimizer.optimizer(), plan);
-  GradStats stats =
-      optimizer.grad_stats(plan, was_unscaled ? at::ones_like(scale_.scale) : scale_.inv_scale);
+  GradStats stats = detail::compute_grad_stats(
+      optimizer, plan, was_unscaled ? at::ones_like(scale_.scale) : scale_.inv_scale);
   if (!was_unscaled) state.found_inf = at::Tensor();  // discards that of a step that threw
   detail::check_has_gradients(was_unscaled ? state.found_inf.defined() : plan.any_rank_has_grads(),
                               optimizer.optimizer());
   merge_found_inf(state, stats);
   StepResult result = future_pool_.make_result(scale_.scale, stats, was_unscaled);  // may throw
-  optimizer.apply(std::move(plan), stats, options);
+  optimizer.mixed_precision()->apply(std::move(plan), stats, options);
   state.stage = OptState::stepped;
   const bool is_captured = detail::current_capture_id(scale_.scale.device()) != 0;
   if (!is_captured) reporter_.observe(state.identity, result);  // replays do not notify the host
@@ -258,15 +269,18 @@ MEZZO_INLINE StepResult GradScaler::step_with_host_sync(OptimizerRef optimizer,
   PerOptimizerState& state = get_optimizer_state_for_step(optimizer.optimizer());
   const at::Tensor& scale = scale_.scale;
   const bool was_unscaled = state.stage == OptState::unscaled;
-  if (!was_unscaled) unscale_grads(optimizer, state);
+  GradStats stats;
+  if (!was_unscaled) stats = unscale_grads(optimizer, state);
   detail::check_has_gradients(state.found_inf.defined(), optimizer.optimizer());
-  GradStats stats{.inv_scale = scale_.inv_scale, .found_inf = state.found_inf};
   std::vector<at::Tensor> gradients;
   if (was_unscaled || detail::has_max_norm(options)) {
-    gradients = detail::dense_gradients(detail::make_plan(optimizer));
+    const StepPlan plan = detail::make_plan(optimizer);
+    gradients = detail::dense_gradients(plan);
     if (was_unscaled) state.check_still_unscaled(optimizer.optimizer());
-    stats = detail::compute_grad_stats_across_devices(gradients, at::ones_like(scale));
-    merge_found_inf(state, stats);
+    if (!stats.norm_sq.defined()) {
+      stats = detail::compute_grad_stats(optimizer, plan, at::ones_like(scale));
+      merge_found_inf(state, stats);
+    }
   }
   const StepResult::Values values = future_pool_.make_result(scale, stats, was_unscaled).values();
   const StepResult result = detail::maybe_opt_step(optimizer, gradients, values, options);
@@ -288,9 +302,7 @@ MEZZO_INLINE StepResult GradScaler::step_disabled(OptimizerRef optimizer,
     gradients = detail::dense_gradients(plan);
     const at::Device device = gradients.empty() ? at::kCPU : gradients.front().device();
     const at::Tensor inv_scale = at::ones({}, at::TensorOptions().device(device).dtype(at::kFloat));
-    stats = mixed_precision != nullptr
-                ? mixed_precision->grad_stats(plan, inv_scale)
-                : detail::compute_grad_stats_across_devices(gradients, inv_scale);
+    stats = detail::compute_grad_stats(optimizer, plan, inv_scale);
     stats.found_inf.zero_();
     result = future_pool_.make_result(inv_scale, stats, /*was_unscaled=*/false);
   }
@@ -378,7 +390,9 @@ MEZZO_INLINE void GradScaler::check_scale_initialized(const char* call) const {
 }
 
 /// Returns the scale on the device of a loss, and creates it for the first. Thread-safe.
-MEZZO_INLINE at::Tensor GradScaler::get_scale_on(at::Device device) {
+MEZZO_INLINE at::Tensor GradScaler::get_scale_for(const at::Tensor& output) {
+  if (options_.mode != LossScaleMode::none) detail::check_not_stepped_in_backward(output);
+  const at::Device device = output.device();
   const std::lock_guard lock(*mutex_);
   if (!scale_.scale.defined()) lazy_init_scale(device);
   reporter_.record_use(detail::current_capture_id(device) != 0);
