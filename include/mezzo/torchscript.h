@@ -3,9 +3,9 @@
 /// other header of mezzo includes this one.
 #pragma once
 
+#include <mezzo/base/detail/autocast_mode.h>
 #include <mezzo/base/version.h>
 
-#include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 #include <c10/core/DispatchKeySet.h>
@@ -141,10 +141,8 @@ class ScriptModuleImpl : public torch::nn::Module {
   template <class... Args>
   c10::IValue forward(Args&&... args) {
     std::vector<c10::IValue> arguments = detail::to_ivalues(std::forward<Args>(args)...);
-    const c10::DispatchKeySet excluded = c10::impl::tls_local_dispatch_key_set().excluded_;
-    const bool is_autocast = !(c10::autocast_dispatch_keyset - excluded).empty();
-    c10::IValue result =
-        is_autocast ? interpret(std::move(arguments)) : script_.forward(std::move(arguments));
+    c10::IValue result = detail::is_any_autocast_enabled() ? interpret(std::move(arguments))
+                                                           : script_.forward(std::move(arguments));
     sync_buffers();
     return result;
   }
