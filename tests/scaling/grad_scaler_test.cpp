@@ -453,8 +453,8 @@ TEST(GradScaler, CallbackReportsOptimizersThatSkipped) {
   };
   train({1, kInfinity, kNan, 1});
   EXPECT_THAT(skips.back().optimizers, ElementsAre(&second_critic, &actor));
-  EXPECT_TRUE(skips.back().is_of(actor));
-  EXPECT_FALSE(skips.back().is_of(first_critic));
+  EXPECT_TRUE(skips.back().has_optimizer(actor));
+  EXPECT_FALSE(skips.back().has_optimizer(first_critic));
   EXPECT_EQ(skips.back().description,
             "optimizer 2 of 4 (SGD, 1 parameter), optimizer 3 of 4 (AdamW, 1 parameter)");
   train({1, 1, 1, 1});

@@ -125,7 +125,7 @@ inline TensorDict get_dense_state_dict(const ModelRef& model) {
   return state_dict;
 }
 
-/// Returns equal strings for tied weights: the same elements in memory.
+/// Returns equal strings for tied weights, which are the same elements in memory.
 inline std::string memory_key(const at::Tensor& tensor) {
   const void* const memory =
       tensor.numel() == 0 ? tensor.unsafeGetTensorImpl() : tensor.const_data_ptr();
@@ -134,12 +134,12 @@ inline std::string memory_key(const at::Tensor& tensor) {
 
 }  // namespace detail
 
-/// Reads the tensors of a file, of the shards of a model.safetensors.index.json, or of a model
-/// directory with either.
+/// Reads the tensors of a file, of the shards that a model.safetensors.index.json lists, or of a
+/// model directory that has either.
 ///
 /// The tensors are on the CPU. They refer to the file, which is mapped into memory until the last
-/// of them is destroyed, and read when they are used. Writes to them do not change the file. The
-/// file may be removed or replaced, as save_safetensors does, but must not be changed in place.
+/// of them is destroyed, and is read when they are used. Writes to them do not change the file. The
+/// file may be removed or replaced, as by save_safetensors, but must not be changed in place.
 /// \throws c10::Error for an invalid file, and for a dtype that libtorch lacks (F4, F6)
 inline TensorDict load_safetensors(const std::filesystem::path& path) {
   std::filesystem::path file = path;
@@ -153,7 +153,7 @@ inline TensorDict load_safetensors(const std::filesystem::path& path) {
 }
 
 /// Copies tensors to the parameters and buffers of a module with the same names, converted to their
-/// dtypes and devices. One name of a tied weight suffices. Lists mismatches as load_state_dict.
+/// dtypes and devices. One name of a tied weight suffices. Reports mismatches as load_state_dict.
 /// \throws c10::Error, before anything is written, for a tensor of another shape, for different
 ///   values of a tied weight, and if `strict` for missing and unexpected keys
 inline IncompatibleKeys load_safetensors(const detail::ModelRef& model, const TensorDict& tensors,
@@ -226,8 +226,8 @@ inline IncompatibleKeys load_safetensors(const detail::ModelRef& model,
   return keys;
 }
 
-/// Writes tensors to `path`, replacing it atomically, as checkpoints are. The file equals that of
-/// Python's save_file. Device and non-contiguous tensors are copied one at a time.
+/// Writes tensors to `path`, and replaces an existing file atomically, as checkpoints do. The file
+/// equals that of Python's save_file. Device and non-contiguous tensors are copied one at a time.
 /// \param metadata  transformers requires the default
 /// \throws c10::Error for a dtype or layout that the format lacks, and on system errors; the file at
 ///   `path` is then unchanged

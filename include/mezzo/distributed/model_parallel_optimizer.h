@@ -70,18 +70,18 @@ inline ModelParallelOptimizer::ModelParallelOptimizer(OptimizerRef optimizer,
   const std::vector<std::string> lines_by_rank = detail::all_gather_strings(backend_, lines);
   const std::string failure = detail::get_error_message([&] {
     for (const auto& item : options.replicated) {
-      const auto names_it = [line = get_line(item)](const std::string& text) {
+      const auto has_line = [line = get_line(item)](const std::string& text) {
         return text.find(line) != std::string::npos;
       };
       bool is_found = false;
       detail::for_each_parameter(inner_.optimizer(), [&](const at::Tensor& parameter) {
         is_found = is_found || parameter.is_same(item.second);
       });
-      TORCH_CHECK(is_found && std::ranges::count_if(lines_by_rank, names_it) > 1,
+      TORCH_CHECK(is_found && std::ranges::count_if(lines_by_rank, has_line) > 1,
                   "`replicated` has ", item.first, ", which is ",
                   is_found ? "not on another rank with the same name, dtype and shape"
                            : "not a parameter of the optimizer");
-      const auto first = std::ranges::find_if(lines_by_rank, names_it) - lines_by_rank.begin();
+      const auto first = std::ranges::find_if(lines_by_rank, has_line) - lines_by_rank.begin();
       if (first != backend_->getRank())
         counted_elsewhere_.insert(item.second.unsafeGetTensorImpl());
     }

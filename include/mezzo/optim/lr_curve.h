@@ -1,5 +1,5 @@
 /// \file
-/// Learning rate curves: constant, polynomial, cosine and warmup-stable-decay curves, one cycle.
+/// Learning rate curves: constant, linear, polynomial, cosine, warmup-stable-decay and one-cycle.
 #pragma once
 
 #include <mezzo/base/detail/float_bits.h>

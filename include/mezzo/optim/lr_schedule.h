@@ -199,7 +199,7 @@ using LinearSchedule = LrSchedule<LinearCurve>;
 using ConstantSchedule = LrSchedule<ConstantCurve>;
 /// Warmup and cosine decay, with or without restarts.
 using CosineSchedule = LrSchedule<CosineCurve>;
-/// Rise to the base lr and decay below the first lr.
+/// Rise to the base lr, and decay to less than the first lr.
 using OneCycleSchedule = LrSchedule<OneCycleCurve>;
 /// Warmup and polynomial decay.
 using PolynomialSchedule = LrSchedule<PolynomialCurve>;

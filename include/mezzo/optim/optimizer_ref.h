@@ -34,8 +34,8 @@ concept OptimizerWrapper = std::derived_from<T, optim::MixedPrecisionOptimizer> 
 
 namespace optim {
 
-/// Interface of objects that compute the statistics of an optimizer's gradients in its place, from
-/// those of several ranks.
+/// Computes the statistics of gradients on several ranks, instead of the optimizer, which has those
+/// of one rank.
 struct GradStatsProvider {
   virtual ~GradStatsProvider() = default;
   /// See MixedPrecisionOptimizer::grad_stats. \param plan  may be empty
@@ -67,7 +67,7 @@ class OptimizerRef {
   torch::optim::Optimizer& optimizer() const noexcept { return *optimizer_; }
   /// Returns the optimizer as a MixedPrecisionOptimizer; null if it is not one.
   optim::MixedPrecisionOptimizer* mixed_precision() const noexcept { return mixed_precision_; }
-  /// Returns the object that computes the statistics for several ranks; null without one.
+  /// Returns the provider of gradient statistics; null if the optimizer computes its own.
   optim::GradStatsProvider* grad_stats_provider() const noexcept { return grad_stats_provider_; }
 
   /// Steps with the gradients as they are. Calls `closure` first, if given, and returns its loss.

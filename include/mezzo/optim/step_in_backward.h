@@ -27,7 +27,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 ///   mezzo::StepInBackward in_backward(optimizer);
 ///   for (auto& batch : *loader) {
 ///     loss(model, batch).backward();
-///     schedule.step(in_backward.step());               // in place of optimizer.step()
+///     schedule.step(in_backward.step());               // instead of optimizer.step()
 ///   }
 /// \endcode
 ///
@@ -38,12 +38,14 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 ///
 /// A loss scale, clipping by the norm and gradient accumulation need all gradients together:
 /// GradScaler throws for a loss or optimizer of these parameters, and a second backward pass before
-/// `step()` at a parameter that has stepped. After a backward pass that threw, some have stepped.
+/// `step()` throws at a parameter that has stepped. If a backward pass throws, some parameters have
+/// stepped.
 class StepInBackward {
  public:
   /// Installs a post-accumulate hook in each parameter, which first calls the existing one. The
-  /// optimizer, any but a ShardedOptimizer or ModelParallelOptimizer, must outlive this object.
-  /// \throws c10::Error for these, for parameters on several devices, and for a second object
+  /// optimizer must outlive this object.
+  /// \throws c10::Error for a ShardedOptimizer or ModelParallelOptimizer, for parameters on several
+  ///   devices, and for a second StepInBackward
   inline explicit StepInBackward(OptimizerRef optimizer);
   inline ~StepInBackward();
   StepInBackward(const StepInBackward&) = delete;
@@ -63,7 +65,7 @@ class StepInBackward {
   std::vector<at::Tensor> hooked_;
 };
 
-/// Values on a device are read at their first use.
+/// The result of a step that was applied. Reads values on a device at their first use.
 class StepInBackward::Result final : public StepFuture {
  public:
   explicit Result(GradStats stats) : stats_(std::move(stats)), is_read_(!stats_.defined()) {
@@ -88,7 +90,7 @@ class StepInBackward::Result final : public StepFuture {
   StepResult::Values values_{.applied = true, .step_return = at::Tensor()};
 };
 
-/// Shared with the hooks, which outlive a StepInBackward if another program has wrapped them.
+/// Shared with the hooks, which outlive a StepInBackward if another library's hooks hold them.
 struct StepInBackward::State {
   explicit State(OptimizerRef ref) : optimizer(ref) {}
 

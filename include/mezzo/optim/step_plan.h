@@ -45,7 +45,7 @@ struct StepPlan {
   bool has_fp16_without_master = false;
   /// Other ranks have gradients. All ranks then run the step, including those without gradients.
   bool other_ranks_have_grads = false;
-  /// The plan is a part of a step (see StepInBackward), which `apply` does not count as a step.
+  /// The plan is part of a step (see StepInBackward); `apply` does not count it as a step.
   bool is_partial = false;
 
   /// Returns whether this or another rank has a gradient.

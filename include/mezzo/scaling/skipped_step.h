@@ -33,12 +33,12 @@ struct SkippedStep {
   /// The optimizers whose gradients had an inf or NaN, in the order of their steps; a MasterWeights
   /// as the optimizer that it wraps. Addresses to compare: the optimizers may be destroyed.
   std::vector<const torch::optim::Optimizer*> optimizers = {};
-  /// Describes them if the scaler has stepped several optimizers: "optimizer 2 of 4 (Adam, 6
+  /// Describes `optimizers` if the scaler has stepped several: "optimizer 2 of 4 (Adam, 6
   /// parameters)", in the order of the steps of the iteration. Empty if it has stepped only one.
   std::string description = {};
 
-  /// Returns whether `optimizer` skipped its step: `skipped.is_of(actor_optimizer)`.
-  bool is_of(const torch::optim::Optimizer& optimizer) const {
+  /// Returns whether `optimizer` skipped its step: `skipped.has_optimizer(actor)`.
+  bool has_optimizer(const torch::optim::Optimizer& optimizer) const {
     return std::ranges::find(optimizers, &optimizer) != optimizers.end();
   }
 

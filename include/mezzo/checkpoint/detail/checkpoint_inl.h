@@ -84,7 +84,7 @@ MEZZO_INLINE void CheckpointManager::save_async(const TrainingState& state, std:
   write_async(collect("CheckpointManager::save_async", state, step), step);
 }
 
-/// A save in another thread. A forked child does not have the thread: it neither waits, nor
+/// A save in another thread, which a forked child does not have: the child neither waits, nor
 /// destroys what the thread was using.
 struct CheckpointManager::AsyncSave {
   /// Returns false in a forked child.
@@ -104,15 +104,15 @@ struct CheckpointManager::AsyncSave {
 };
 
 MEZZO_INLINE void CheckpointManager::write_async(const c10::IValue& root_dict, std::int64_t step) {
-  static struct Unfinished {
-    ~Unfinished() {  // std::exit waits, because a save uses static objects
+  static struct PendingSaves {
+    ~PendingSaves() {  // std::exit waits, because a save uses static objects
       for (const auto& save : saves) {
         if (const auto running = save.lock()) running->join();
       }
     }
     std::mutex mutex{};
     std::vector<std::weak_ptr<AsyncSave>> saves{};
-  } unfinished;
+  } pending;
   const auto write = prepare_write(step);
   detail::TensorCopies copies;
   const c10::NoGradGuard no_grad;
@@ -125,9 +125,9 @@ MEZZO_INLINE void CheckpointManager::write_async(const c10::IValue& root_dict, s
       save->error = std::current_exception();
     }
   });
-  const std::lock_guard guard(unfinished.mutex);
-  std::erase_if(unfinished.saves, [](const auto& old) { return old.expired(); });
-  unfinished.saves.push_back(async_save_ = save);
+  const std::lock_guard guard(pending.mutex);
+  std::erase_if(pending.saves, [](const auto& old) { return old.expired(); });
+  pending.saves.push_back(async_save_ = save);
 }
 
 MEZZO_INLINE void CheckpointManager::wait() {

@@ -17,13 +17,13 @@
 #include <utility>
 #include <vector>
 
-// Post-accumulate hooks of parameters. A tensor has one, so each calls the one that it replaced.
+// Post-accumulate hooks of parameters. A tensor has one such hook, so each calls the hook that it
+// replaced.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 using GradHookPtr = std::unique_ptr<torch::autograd::PostAccumulateGradHook>;
 
-/// A hook that first calls the hook that it replaced.
 struct ChainedGradHook : torch::autograd::PostAccumulateGradHook {
   /// Called when the gradient of `parameter` has been accumulated, on a thread of autograd.
   virtual void on_accumulated(const at::Tensor& parameter) = 0;
@@ -61,7 +61,8 @@ GradHookPtr* find_grad_hook(const at::Tensor& parameter, const Predicate& predic
   return nullptr;
 }
 
-/// Removes the first hook for which `predicate(hook)` holds, unless another program has wrapped it.
+/// Removes the first hook for which `predicate(hook)` holds, unless a hook that is not a
+/// ChainedGradHook has replaced it.
 template <class Predicate>
 void remove_grad_hook(const at::Tensor& parameter, const Predicate& predicate) {
   GradHookPtr* const link = find_grad_hook(parameter, predicate);

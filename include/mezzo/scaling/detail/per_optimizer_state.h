@@ -27,7 +27,7 @@ inline std::string describe_param(const torch::optim::Optimizer& optimizer,
   return OptimizerDescription{"", optimizer.param_groups()}.describe_param(parameter);
 }
 
-/// What is known of an optimizer after its destruction.
+/// Identifies an optimizer, also after its destruction.
 struct OptimizerIdentity {
   const torch::optim::Optimizer* address;  ///< compared, never dereferenced
   const std::type_info* type;
