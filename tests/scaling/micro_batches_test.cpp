@@ -179,18 +179,6 @@ TEST(GradientAccumulation, ResetBeginsWindow) {
   EXPECT_EQ(get_positions(accumulation, 2), "0/1! 0/2 ");
 }
 
-TEST(GradientAccumulation, NormalizesLikeMicroBatches) {
-  const Tensor loss = torch::full({}, 6);
-  mezzo::GradientAccumulation accumulation(4, 7);
-  auto loader = loader_of(7);
-  for (auto& batch : mezzo::micro_batches(*loader, 4)) {
-    accumulation.next();
-    EXPECT_EQ(accumulation.index(), batch.index());
-    EXPECT_EQ(accumulation.is_last(), batch.is_last());
-    EXPECT_TRUE(torch::equal(accumulation.normalize_loss(loss), batch.normalize_loss(loss)));
-  }
-}
-
 TEST(GradientAccumulation, InvalidUseThrows) {
   using test_support::message_of;
   mezzo::GradientAccumulation accumulation(4);
