@@ -20,8 +20,8 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
-/// A sampler whose position a TrainingState saves: a resumed run reads the batches that were left
-/// of the epoch, in the same order. Copies, such as the DataLoader's, share the position.
+/// A sampler whose position a TrainingState saves: a resumed run reads the remaining batches of the
+/// epoch, in the same order. Copies, such as the DataLoader's, share the position.
 ///
 ///     mezzo::ResumableSampler sampler{torch::data::samplers::RandomSampler(size)};
 ///     auto loader = torch::data::make_data_loader(dataset, sampler, options);

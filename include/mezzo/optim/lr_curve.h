@@ -116,7 +116,7 @@ using LinearCurve = PolynomialCurve;
 /// Warmup only: get_constant_schedule_with_warmup.
 struct ConstantCurve {
   int64_t warmup_steps = 0;                                  ///< w
-  int64_t total_steps = std::max<int64_t>(warmup_steps, 1);  ///< omit it
+  int64_t total_steps = std::max<int64_t>(warmup_steps, 1);  ///< leave the default
 
   /// Returns the factor after `applied_steps` steps.
   double factor(int64_t applied_steps) const {
@@ -126,7 +126,7 @@ struct ConstantCurve {
 
 /// f = (1 + cos(pi p)) / 2: get_cosine_schedule_with_warmup, and with min_factor
 /// get_cosine_with_min_lr_schedule_with_warmup. Constant after T, where Hugging Face's rise again.
-/// More num_cycles: get_cosine_with_hard_restarts_schedule_with_warmup.
+/// With several num_cycles: get_cosine_with_hard_restarts_schedule_with_warmup.
 struct CosineCurve {
   int64_t warmup_steps = 0;   ///< w
   int64_t total_steps = 0;    ///< T, warmup included

@@ -325,7 +325,7 @@ inline void Amp::enter_autocast_regions(const torch::nn::Module& module,
               "models to one call, mezzo::initialize({a, b}, ...)");
   if (!enabled_ || !level_.uses_autocast()) return;
   for (const auto& [type, key] : detail::autocast_devices()) {
-    const c10::DeviceType device = type;  // a lambda cannot capture `type`
+    const c10::DeviceType device = type;  // Clang 14 cannot capture `type`
     const auto is_on_device = [device](const at::Tensor& parameter) {
       return parameter.device().type() == device;
     };
