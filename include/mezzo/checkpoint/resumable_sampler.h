@@ -58,7 +58,8 @@ class ResumableSampler : public torch::data::samplers::Sampler<typename S::Batch
     state_->batch_size = static_cast<std::int64_t>(batch_size);
     return state_->sampler.next(batch_size);
   }
-  /// Writes the sampler and the position. \throws c10::Error if the last loop was over the DataLoader
+  /// Writes the sampler and the position.
+  /// \throws c10::Error if the last loop was over the DataLoader
   void save(torch::serialize::OutputArchive& archive) const override {
     TORCH_CHECK(state_->is_counted,
                 "ResumableSampler: the position in the epoch is not known, because a loop was over "

@@ -229,8 +229,8 @@ inline IncompatibleKeys load_safetensors(const detail::ModelRef& model,
 /// Writes tensors to `path`, and replaces an existing file atomically, as checkpoints do. The file
 /// equals that of Python's save_file. Device and non-contiguous tensors are copied one at a time.
 /// \param metadata  transformers requires the default
-/// \throws c10::Error for a dtype or layout that the format lacks, and on system errors; an existing
-///   file is then unchanged
+/// \throws c10::Error for a dtype or layout that the format lacks, and on system errors; an
+///   existing file is then unchanged
 inline void save_safetensors(const TensorDict& tensors, const std::filesystem::path& path,
                              const std::map<std::string, std::string>& metadata = {
                                  {"format", "pt"}}) {

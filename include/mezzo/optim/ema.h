@@ -105,8 +105,8 @@ class Ema {
   /// Copies the averages into `destination`, a model with the names and shapes of `model`, rounded
   /// to its dtypes. Copies tensors of `model` without an average, such as buffers, as they are: the
   /// result is torch's `AveragedModel.module`. Asynchronous.
-  /// \throws c10::Error, with the strong exception guarantee, if names or shapes differ, `model` has
-  ///   no averaged parameter, or an EmaGuard is alive
+  /// \throws c10::Error, with the strong exception guarantee, if names or shapes differ, `model`
+  ///   has no averaged parameter, or an EmaGuard is alive
   void copy_to(const torch::nn::Module& model, torch::nn::Module& destination) const;
 
   /// Loads averages; see operator<<.
