@@ -15,7 +15,6 @@
 #include <c10/util/Exception.h>
 
 #include <concepts>
-#include <functional>
 #include <optional>
 #include <string_view>
 #include <type_traits>

@@ -17,7 +17,6 @@
 
 #include <c10/core/DeviceType.h>
 
-#include <memory>
 #include <ostream>
 #include <string>
 #include <string_view>

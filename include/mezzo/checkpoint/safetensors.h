@@ -25,7 +25,6 @@
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 
-#include <cstddef>
 #include <cstdint>
 #include <filesystem>
 #include <map>

@@ -13,7 +13,6 @@
 
 #include <sstream>
 #include <string>
-#include <utility>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {

@@ -21,7 +21,6 @@
 #include <torch/optim/optimizer.h>
 #include <torch/serialize/archive.h>
 
-#include <array>
 #include <concepts>
 #include <cstdint>
 #include <exception>

@@ -12,8 +12,6 @@
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 
-#include <memory>
-
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 

@@ -25,7 +25,6 @@
 #include <algorithm>
 #include <cstddef>
 #include <initializer_list>
-#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
