@@ -161,7 +161,7 @@ TEST(EmaWarmup, MatchesDiffusers) {
                     options,
                     [](int n) { return n % 3 == 0 ? make_host_result(n) : make_device_result(0); }),
                 Pointwise(FloatingPointRelative(), recorded))
-        << "on the device and on the host by turns";
+        << "on the device, and every third on the host";
   }
   EXPECT_TRUE(cases.empty());
 }

@@ -114,7 +114,7 @@ struct StepInBackward::State {
       hidden.emplace_back(other, std::exchange(other.mutable_grad(), at::Tensor()));
     });
     StepPlan plan = detail::make_plan(optimizer);
-    if (plan.params.empty()) return;  // no longer in a group
+    if (plan.params.empty()) return;  // in no group
     plan.is_partial = true;
     const GradStats param_stats = detail::compute_grad_stats(
         optimizer, plan, at::ones({}, at::device(parameter.device()).dtype(at::kFloat)));
