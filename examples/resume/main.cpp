@@ -47,7 +47,7 @@ std::vector<torch::Tensor> train(const std::filesystem::path& directory, int64_t
   }
 
   for (; epoch < kEpochs; ++epoch) {
-    for (auto& batch : sampler.batches(*loader)) {  // after loading, what was left of the epoch
+    for (auto& batch : sampler.batches(*loader)) {  // after loading, the rest of the epoch
       const auto input = inputs.index_select(0, batch.data);
       const auto target = targets.index_select(0, batch.data);
       optimizer.zero_grad();
