@@ -547,8 +547,8 @@ inline torch::optim::OptimizerParamGroup make_group(const ReferenceWeight& weigh
   return group;
 }
 
-/// Adds a group by the function of the optimizer's class. It is not virtual, and torch::optim's since
-/// 2.12 replaces options of classes that are not torch's.
+/// Adds a group by the function of the optimizer's class. It is not virtual, and since 2.12
+/// torch::optim's replaces options of classes that are not torch's.
 inline void add_param_group(torch::optim::Optimizer& optimizer,
                             const torch::optim::OptimizerParamGroup& group) {
   if (auto* const lion = dynamic_cast<mezzo::optim::Lion*>(&optimizer)) {
