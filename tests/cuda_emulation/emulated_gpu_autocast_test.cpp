@@ -25,7 +25,7 @@ TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, library) {
 }
 TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
   KERNEL_PRIVATEUSEONE(mm, lower_precision_fp)
-  KERNEL_PRIVATEUSEONE(linear, lower_precision_fp)
+  KERNEL_PRIVATEUSEONE(addmm, lower_precision_fp)
   KERNEL_PRIVATEUSEONE(mse_loss, fp32)
 }
 
