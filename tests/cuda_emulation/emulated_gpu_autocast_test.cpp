@@ -103,7 +103,7 @@ TEST_F(PrivateDeviceAutocast, TrainsWithGradScalerAndAmp) {
       const torch::Tensor loss = (output.to(torch::kFloat) - target).square().mean();
       if (uses_amp) {
         amp->backward(loss, optimizer);
-        optimizer.step();
+        amp->step(optimizer);
       } else {
         scaler.scale(loss).backward();
         scaler.step(optimizer);
