@@ -50,10 +50,10 @@ struct TrainingOptions {
   std::string precision = "amp";  ///< a row's flag
   double held_out = 0.2;          ///< fraction of the sentences for validation
   double learning_rate = 5e-4;    ///< maximum, of the pretrained layers
-  int64_t epochs = 2;
-  int64_t batch_size = 64;
+  int64_t epochs = 1;
+  int64_t batch_size = 32;
   double warmup = 0.0;   ///< fraction of the steps for learning-rate warmup
-  double dropout = 0.0;  ///< instead of the model's: two epochs do not overfit
+  double dropout = 0.0;  ///< instead of the model's: one epoch does not overfit
   uint64_t seed = 1;     ///< of split, batch order, classifier initialization and dropout
 };
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(TrainingOptions, precision, held_out, learning_rate, epochs,

@@ -42,7 +42,7 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(RunResult, name, seed, autocast, f1, precisio
                                    first_tokens_per_second, steps, skipped_steps, loss_scale)
 
 /// The steps in which the speeds of rows are compared.
-inline constexpr int64_t kFirstSteps = 6;
+inline constexpr int64_t kFirstSteps = 10;
 
 /// The signal that stops the run, or 0.
 inline volatile std::sig_atomic_t stop_signal = 0;
