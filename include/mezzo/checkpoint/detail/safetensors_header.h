@@ -30,25 +30,10 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 /// The dtypes of the format, in the order in which Python's safetensors writes them.
-inline constexpr std::array<at::ScalarType, 19> kSafetensorsDtypes{at::kUInt64,
-                                                                   at::kLong,
-                                                                   at::kDouble,
-                                                                   at::kComplexFloat,
-                                                                   at::kFloat,
-                                                                   at::kUInt32,
-                                                                   at::kInt,
-                                                                   at::kBFloat16,
-                                                                   at::kHalf,
-                                                                   at::kUInt16,
-                                                                   at::kShort,
-                                                                   at::kFloat8_e5m2fnuz,
-                                                                   at::kFloat8_e4m3fnuz,
-                                                                   at::kFloat8_e8m0fnu,
-                                                                   at::kFloat8_e4m3fn,
-                                                                   at::kFloat8_e5m2,
-                                                                   at::kChar,
-                                                                   at::kByte,
-                                                                   at::kBool};
+inline constexpr std::array<at::ScalarType, 19> kSafetensorsDtypes{
+    {at::kUInt64, at::kLong, at::kDouble, at::kComplexFloat, at::kFloat, at::kUInt32, at::kInt,
+     at::kBFloat16, at::kHalf, at::kUInt16, at::kShort, at::kFloat8_e5m2fnuz, at::kFloat8_e4m3fnuz,
+     at::kFloat8_e8m0fnu, at::kFloat8_e4m3fn, at::kFloat8_e5m2, at::kChar, at::kByte, at::kBool}};
 inline constexpr std::array<const char*, 19> kSafetensorsDtypeNames{
     "U64",     "I64",     "F64", "C64", "F32",         "U32",         "I32",
     "BF16",    "F16",     "U16", "I16", "F8_E5M2FNUZ", "F8_E4M3FNUZ", "F8_E8M0",
