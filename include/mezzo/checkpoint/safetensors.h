@@ -93,6 +93,7 @@ inline TensorDict load_safetensors_shards(const std::filesystem::path& index) tr
     json.read_object([&](const std::string& name) { names[json.read_string()].insert(name); });
   });
   json.check_end();
+  TORCH_CHECK(!names.empty(), "it lacks a weight_map; pass model.safetensors.index.json");
   TensorDict tensors;
   for (const auto& [shard, shard_names] : names) {
     TORCH_CHECK(shard.find_first_of("/\\:") == std::string::npos, shard, " is not a file name");
