@@ -280,12 +280,13 @@ inline c10::IValue copy_to_devices(const c10::IValue& value,
     if (!is_copied) copy = tensor.to(device, /*non_blocking=*/false, /*copy=*/true);
     return copy;
   }
-  if (value.isList()) {
+  if (value.isList() || value.isTuple()) {
     auto list = make_list();
-    for (const c10::IValue& element : value.toListRef()) {
+    for (const c10::IValue& element :
+         value.isList() ? value.toListRef() : value.toTupleRef().elements().asArrayRef()) {
       list.push_back(copy_to_devices(element, param_devices, device, copies));
     }
-    return list;
+    return value.isList() ? c10::IValue(list) : c10::ivalue::Tuple::create(list.vec());
   }
   if (!value.isGenericDict()) return value;
   PythonDict dict = make_dict();
