@@ -126,13 +126,6 @@ inline TensorDict get_dense_state_dict(const ModelRef& model) {
   return state_dict;
 }
 
-/// Returns equal strings for tied weights: the same elements in memory.
-inline std::string memory_key(const at::Tensor& tensor) {
-  const void* const memory =
-      tensor.numel() == 0 ? tensor.unsafeGetTensorImpl() : tensor.const_data_ptr();
-  return c10::str(memory, tensor.scalar_type(), tensor.sizes(), tensor.strides());
-}
-
 }  // namespace detail
 
 /// Reads the tensors of a file, of the shards of a model.safetensors.index.json, or of a model
