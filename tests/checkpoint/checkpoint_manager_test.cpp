@@ -199,12 +199,29 @@ TEST(CheckpointManager, ForkedChildDoesNotExtendLock) {
   over.give();
 }
 
+/// A custom object with a tuple.
+struct Pair {
+  torch::Tensor tensor = torch::zeros({2});
+};
+torch::serialize::OutputArchive& operator<<(torch::serialize::OutputArchive& archive,
+                                            const Pair& pair) {
+  archive.write("pair", c10::ivalue::Tuple::create({pair.tensor, 1}));
+  return archive;
+}
+torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive& archive, Pair& pair) {
+  c10::IValue value;
+  archive.read("pair", value);
+  pair.tensor = value.toTupleRef().elements()[0].toTensor();
+  return archive;
+}
+
 /// Everything that differs in how it is copied: tied and transposed weights, an optimizer's state,
-/// a view, numbers.
+/// a view, a tuple, numbers.
 struct AsyncTraining {
   AsyncTraining() {
     state.add("model", model).add("optimizer", optimizer).add("schedule", schedule);
     state.add("view", view).add("step", step).add("order", order).add_rng_state();
+    state.add("pair", pair);
     torch::Tensor transposed = model[1]->as<torch::nn::Linear>()->weight;
     transposed.set_data(transposed.detach().t().contiguous().t());
     train();
@@ -214,7 +231,7 @@ struct AsyncTraining {
     model->forward(torch::randn({2, 3})).sum().backward();
     optimizer.step();
     schedule.step();
-    view.add_(1);
+    view.add_(1), pair.tensor.add_(1);
     order.push_back(++step);
   }
 
@@ -225,6 +242,7 @@ struct AsyncTraining {
   torch::Tensor view = torch::zeros({9}).slice(0, 2, 5);
   int64_t step = 0;
   std::vector<int64_t> order;
+  Pair pair;
   TrainingState state;
 };
 

@@ -18,6 +18,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <fstream>
+#include <memory>
 #include <numeric>
 #include <optional>
 #include <set>
@@ -253,6 +254,66 @@ TEST(ResumableSampler, ThrowsForLoadInsideLoop) {
                 }
               }),
               HasSubstr("leave the loop first"));
+}
+
+/// Fails once to read example 0.
+struct FlakyIndices : Indices {
+  using Indices::Indices;
+  std::vector<std::size_t> get_batch(torch::ArrayRef<std::size_t> indices) override {
+    TORCH_CHECK(indices[0] != 0 || std::exchange(*failed, true), "flaky");
+    return indices.vec();
+  }
+  std::shared_ptr<bool> failed = std::make_shared<bool>(false);
+};
+
+TEST(ResumableSampler, ResumesAtFirstBatchThatCouldNotBeRead) {
+  const TempDir temp_dir;
+  for (const std::size_t num_workers : {0, 2}) {
+    ResumableSampler sampler(SequentialSampler(23));
+    const auto loader = torch::data::make_data_loader(
+        FlakyIndices(23), sampler, torch::data::DataLoaderOptions(4).workers(num_workers));
+    TrainingState state;
+    state.add("sampler", sampler);
+    EXPECT_ANY_THROW(sampler.batches(*loader).begin());
+    mezzo::save_checkpoint(temp_dir / "x", state);
+
+    Reader<SequentialSampler> resumed(temp_dir.path(), SequentialSampler(23), 0);
+    mezzo::load_checkpoint(temp_dir / "x", TrainingState().add("sampler", resumed.sampler));
+    EXPECT_EQ((*resumed.sampler.batches(*resumed.loader).begin())[0], 0U);
+  }
+}
+
+/// Saves an index and an order that its `next` would read out of bounds.
+struct InvalidSampler : RandomSampler {
+  InvalidSampler(int64_t i, torch::Tensor o) : RandomSampler(23), index(i), order(std::move(o)) {}
+  void save(torch::serialize::OutputArchive& archive) const override {
+    archive.write("index", torch::tensor(index), /*is_buffer=*/true);
+    archive.write("indices", order, /*is_buffer=*/true);
+  }
+  int64_t index;
+  torch::Tensor order;
+};
+
+TEST(ResumableSampler, ThrowsForOtherOrderBeforeAnythingIsLoaded) {
+  const TempDir temp_dir;
+  const auto throws_for = [&](auto saved, auto loaded) {
+    int64_t epoch = 1;
+    ResumableSampler from(std::move(saved)), to(std::move(loaded));
+    mezzo::save_checkpoint(temp_dir / "x", TrainingState().add("epoch", epoch).add("s", from));
+    epoch = 0;
+    auto state = TrainingState().add("epoch", epoch).add("s", to);
+    const bool throws =
+        message_of([&] { mezzo::load_checkpoint(temp_dir / "x", state); }) != message_of([] {});
+    return throws && epoch == 0;
+  };
+  const auto order = torch::arange(23);
+  EXPECT_FALSE(throws_for(InvalidSampler(23, order), RandomSampler(23)));
+  EXPECT_TRUE(throws_for(InvalidSampler(24, order), RandomSampler(23)));
+  EXPECT_TRUE(throws_for(InvalidSampler(-1, order), SequentialSampler(23)));
+  EXPECT_TRUE(throws_for(InvalidSampler(0, order.view({1, 23})), RandomSampler(23)));
+  EXPECT_TRUE(throws_for(InvalidSampler(0, order + 1), RandomSampler(23)));
+  EXPECT_TRUE(throws_for(RandomSampler(22), RandomSampler(23)));
+  EXPECT_TRUE(throws_for(SequentialSampler(23), RandomSampler(23)));
 }
 
 TEST(ResumableSampler, ThrowsForLoaderWithOtherSamplerOrOrder) {

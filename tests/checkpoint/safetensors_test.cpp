@@ -184,7 +184,8 @@ TEST(Safetensors, LoadsShards) {
       {R"({"c":"2.safetensors","d":"2.safetensors"})", "d is missing in 2.safetensors"},
       {R"({"c":"3.safetensors"})", "3.safetensors"},
       {R"({"c":"../2.safetensors"})", "../2.safetensors is not a file name"},
-      {R"({"c":1})", "invalid JSON"}};
+      {R"({"c":1})", "invalid JSON"},
+      {"{}", "lacks a weight_map"}};
   for (const auto& [weight_map, error] : invalid) {
     EXPECT_THAT(message_of([&, &map = weight_map] { load(map); }),
                 testing::AllOf(HasSubstr(error), HasSubstr("index.json")));

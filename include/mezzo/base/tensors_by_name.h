@@ -5,7 +5,9 @@
 #include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/ScalarType.h>
 #include <c10/core/TensorImpl.h>
+#include <c10/util/StringUtil.h>
 
 #include <string>
 #include <unordered_set>
@@ -28,6 +30,13 @@ TensorsByName get_state_dict(const Module& module) {
   tensors.insert(tensors.end(), buffers.begin(), buffers.end());
   std::erase_if(tensors, [](const auto& named) { return !named.second.defined(); });
   return tensors;
+}
+
+/// Returns equal strings for tied weights: the same elements in memory.
+inline std::string memory_key(const at::Tensor& tensor) {
+  const void* const memory =
+      tensor.numel() == 0 ? tensor.unsafeGetTensorImpl() : tensor.const_data_ptr();
+  return c10::str(memory, tensor.scalar_type(), tensor.sizes(), tensor.strides());
 }
 
 /// Collects the defined tensors of `named_parameters()` or `named_buffers()` of C++ and TorchScript

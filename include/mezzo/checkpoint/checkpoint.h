@@ -184,8 +184,8 @@ class CheckpointManager {
   /// Loads the latest intact checkpoint; returns nullopt if there are no checkpoints. Skips files
   /// that are corrupt, cannot be opened or are not checkpoints, with a warning.
   ///
-  /// Checks everything before changing any object. Only a user-defined `operator>>` or callable can
-  /// throw later; the objects before it are then already loaded.
+  /// Checks everything before changing any object. Only a user-defined `operator>>`, sampler or
+  /// callable can throw later; the objects before it are then already loaded.
   /// \throws c10::Error if all checkpoints are corrupt, for a checkpoint of a newer format, and for
   ///   a mismatch: names and types of objects, names, shapes and dtypes of tensors, class,
   ///   weight storage and parameters of an optimizer. mezzo and torch optimizers of the same name

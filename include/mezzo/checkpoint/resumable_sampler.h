@@ -4,12 +4,17 @@
 
 #include <mezzo/base/version.h>
 
+#include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
+#include <ATen/ops/arange.h>
 #include <c10/util/Exception.h>
 #include <torch/data/samplers/base.h>
+#include <torch/data/samplers/random.h>
+#include <torch/data/samplers/sequential.h>
 #include <torch/data/samplers/serialize.h>
 #include <torch/serialize/archive.h>
 
+#include <concepts>
 #include <cstddef>
 #include <cstdint>
 #include <iterator>
@@ -73,11 +78,7 @@ class ResumableSampler : public torch::data::samplers::Sampler<typename S::Batch
   /// Reads the sampler and the position, from which the next loop continues.
   void load(torch::serialize::InputArchive& archive) override {
     torch::serialize::InputArchive sampler;
-    c10::IValue position;
-    archive.read("sampler", sampler);
-    archive.read("position", position);
-    const std::vector<std::int64_t> numbers = position.toIntVector();
-    TORCH_CHECK(numbers.size() == 3 && numbers[2] >= (numbers[1] > 0 ? 1 : 0), "invalid position");
+    const std::vector<std::int64_t> numbers = read_archive(archive, sampler);
     State loaded(state_->sampler);
     loaded.sampler.load(sampler);
     for (std::int64_t i = 0; i < numbers[1]; ++i) {
@@ -88,6 +89,12 @@ class ResumableSampler : public torch::data::samplers::Sampler<typename S::Batch
     loaded.num_loops = state_->num_loops + 1;
     *state_ = std::move(loaded);
   }
+  /// Throws what loading the archive would throw, and changes nothing. `S::load` is not called.
+  friend void check_archive(torch::serialize::InputArchive& archive,
+                            const ResumableSampler& sampler) {
+    torch::serialize::InputArchive ignored;
+    (void)sampler.read_archive(archive, ignored);
+  }
 
  private:
   struct State {
@@ -97,6 +104,31 @@ class ResumableSampler : public torch::data::samplers::Sampler<typename S::Batch
     std::int64_t num_received = 0, batch_size = 0, num_loops = 0;
     bool is_loaded = false, is_counted = true;
   };
+
+  /// Reads the position, and the archive of the sampler. libtorch's samplers do not check indices.
+  std::vector<std::int64_t> read_archive(torch::serialize::InputArchive& archive,
+                                         torch::serialize::InputArchive& sampler) const {
+    c10::IValue position;
+    archive.read("sampler", sampler);
+    archive.read("position", position);
+    const std::vector<std::int64_t> numbers = position.toIntVector();
+    TORCH_CHECK(numbers.size() == 3 && numbers[2] >= (numbers[1] > 0 ? 1 : 0), "invalid position");
+    constexpr bool kIsRandom = std::same_as<S, torch::data::samplers::RandomSampler>;
+    if constexpr (kIsRandom || std::same_as<S, torch::data::samplers::SequentialSampler>) {
+      S current(state_->sampler);
+      (void)current.next(std::size_t{1} << 62);  // the rest
+      const auto size = static_cast<std::int64_t>(current.index());
+      at::Tensor index, order = at::arange(size);
+      sampler.read("index", index, /*is_buffer=*/true);
+      if (kIsRandom) sampler.read("indices", order, /*is_buffer=*/true);
+      const auto next = index.item<std::int64_t>();
+      TORCH_CHECK(next >= 0 && next <= size && order.dim() == 1 && order.numel() == size &&
+                      order.ge(0).logical_and(order.lt(size)).all().item<bool>(),
+                  "ResumableSampler: the checkpoint is at ", next, " of ", order.sizes(),
+                  " examples, and the dataset has ", size, "; load it with the same dataset");
+    }
+    return numbers;
+  }
 
   /// A loop over a loader. The epoch ends with the loop, not when the loader has no more batches,
   /// because micro_batches reads ahead.
@@ -136,7 +168,9 @@ class ResumableSampler : public torch::data::samplers::Sampler<typename S::Batch
       TORCH_CHECK(state->num_loops == number && loader.options().enforce_ordering,
                   "ResumableSampler::batches: the DataLoader has another sampler, or does not "
                   "enforce its order; make it with this sampler and enforce_ordering(true)");
-      state->is_counted = true, state->num_received = 1;
+      state->is_counted = true;
+      loop->is_exhausted = loop->position == loop->end;  // throws if the first batch cannot be read
+      state->num_received = 1;
       return {loop};
     }
     std::default_sentinel_t end() const { return {}; }

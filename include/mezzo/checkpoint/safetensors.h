@@ -92,6 +92,7 @@ inline TensorDict load_safetensors_shards(const std::filesystem::path& index) tr
     json.read_object([&](const std::string& name) { names[json.read_string()].insert(name); });
   });
   json.check_end();
+  TORCH_CHECK(!names.empty(), "it lacks a weight_map; pass model.safetensors.index.json");
   TensorDict tensors;
   for (const auto& [shard, shard_names] : names) {
     TORCH_CHECK(shard.find_first_of("/\\:") == std::string::npos, shard, " is not a file name");
@@ -122,13 +123,6 @@ inline TensorDict get_dense_state_dict(const ModelRef& model) {
   TensorDict state_dict(tensors.begin(), tensors.end());
   check_is_dense(state_dict);
   return state_dict;
-}
-
-/// Returns equal strings for tied weights, which are the same elements in memory.
-inline std::string memory_key(const at::Tensor& tensor) {
-  const void* const memory =
-      tensor.numel() == 0 ? tensor.unsafeGetTensorImpl() : tensor.const_data_ptr();
-  return c10::str(memory, tensor.scalar_type(), tensor.sizes(), tensor.strides());
 }
 
 }  // namespace detail

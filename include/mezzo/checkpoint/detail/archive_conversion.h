@@ -1,6 +1,7 @@
 #pragma once
 
 #include <mezzo/base/detail/private_member.h>
+#include <mezzo/base/tensors_by_name.h>
 #include <mezzo/base/version.h>
 #include <mezzo/checkpoint/detail/stateful.h>
 #include <mezzo/checkpoint/detail/zip_directory.h>
@@ -262,8 +263,8 @@ inline c10::IValue to_archive_dict(const c10::IValue& state_dict) {
   return dict;
 }
 
-/// Copies of tensors, by the memory of the originals.
-using TensorCopies = std::map<const void*, at::Tensor>;
+/// Copies of tensors, by the memory_key of the originals.
+using TensorCopies = std::map<std::string, at::Tensor>;
 
 /// Copies a value: an optimizer's state of parameter i to `param_devices[i]`, other tensors to
 /// `device`. If `copies` is not null, equal tensors of the same memory (tied weights) share a copy.
@@ -274,18 +275,17 @@ inline c10::IValue copy_to_devices(const c10::IValue& value,
     const at::Tensor& tensor = value.toTensor();
     const bool is_shared = copies != nullptr && tensor.layout() == at::kStrided &&
                            !tensor.is_conj() && !tensor.is_neg();
-    at::Tensor unshared, &copy = is_shared ? (*copies)[tensor.const_data_ptr()] : unshared;
-    const bool is_copied = copy.defined() && copy.scalar_type() == tensor.scalar_type() &&
-                           copy.sizes() == tensor.sizes() && copy.strides() == tensor.strides();
-    if (!is_copied) copy = tensor.to(device, /*non_blocking=*/false, /*copy=*/true);
+    at::Tensor unshared, &copy = is_shared ? (*copies)[memory_key(tensor)] : unshared;
+    if (!copy.defined()) copy = tensor.to(device, /*non_blocking=*/false, /*copy=*/true);
     return copy;
   }
-  if (value.isList()) {
+  if (value.isList() || value.isTuple()) {
     auto list = make_list();
-    for (const c10::IValue& element : value.toListRef()) {
+    for (const c10::IValue& element :
+         value.isList() ? value.toListRef() : value.toTupleRef().elements().asArrayRef()) {
       list.push_back(copy_to_devices(element, param_devices, device, copies));
     }
-    return list;
+    return value.isList() ? c10::IValue(list) : c10::ivalue::Tuple::create(list.vec());
   }
   if (!value.isGenericDict()) return value;
   PythonDict dict = make_dict();

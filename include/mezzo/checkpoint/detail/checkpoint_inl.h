@@ -23,13 +23,14 @@
 #include <cstdint>
 #include <exception>
 #include <filesystem>
+#include <functional>
+#include <future>
 #include <limits>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
 #include <system_error>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -89,7 +90,7 @@ struct CheckpointManager::AsyncSave {
   /// Returns false in a forked child.
   bool join() {
     if (pid != detail::process_id()) return false;
-    if (thread.joinable()) thread.join();
+    if (done.valid()) done.wait();
     return true;
   }
   static void release(AsyncSave* save) {
@@ -98,8 +99,7 @@ struct CheckpointManager::AsyncSave {
 
   int pid = detail::process_id();
   std::vector<std::string> warnings{};
-  std::exception_ptr error{};
-  std::thread thread{};
+  std::future<SavedCheckpoint> done{};
 };
 
 MEZZO_INLINE void CheckpointManager::write_async(const c10::IValue& root_dict, std::int64_t step) {
@@ -115,15 +115,13 @@ MEZZO_INLINE void CheckpointManager::write_async(const c10::IValue& root_dict, s
   const auto write = prepare_write(step);
   detail::TensorCopies copies;
   const c10::NoGradGuard no_grad;
-  const auto copy = detail::copy_to_devices(root_dict, {}, at::kCPU, &copies);
+  auto copy = detail::copy_to_devices(root_dict, {}, at::kCPU, &copies);
   const std::shared_ptr<AsyncSave> save(new AsyncSave, AsyncSave::release);
-  save->thread = std::thread([save = save.get(), write, copy] {
-    try {
-      (void)write(copy, [save](const std::string& text) { save->warnings.push_back(text); });
-    } catch (...) {
-      save->error = std::current_exception();
-    }
-  });
+  const auto warn_later = [save = save.get()](const auto& text) { save->warnings.push_back(text); };
+  save->done =
+      std::async(std::launch::async, [write, copy = std::move(copy), warn_later]() mutable {
+        return write(std::exchange(copy, {}), warn_later);  // frees the copy
+      });
   const std::lock_guard guard(pending.mutex);
   std::erase_if(pending.saves, [](const auto& old) { return old.expired(); });
   pending.saves.push_back(async_save_ = save);
@@ -133,7 +131,7 @@ MEZZO_INLINE void CheckpointManager::wait() {
   const auto save = std::exchange(async_save_, nullptr);
   if (save == nullptr || !save->join()) return;
   for (const std::string& text : save->warnings) warn(text);
-  if (save->error) std::rethrow_exception(save->error);
+  (void)save->done.get();
 }
 
 MEZZO_INLINE CheckpointManager::~CheckpointManager() {
