@@ -29,11 +29,13 @@ class GradientAccumulation;
 class LossScaleOptimizer;
 class MasterWeights;
 class MetricsLogger;
+class ModelParallelOptimizer;
 class OpOverrides;
 class OptLevel;
 class OptimizerRef;
 class RunReport;
 struct SkippedStep;
+class StepInBackward;
 class StepResult;
 class TrainingState;
 

@@ -173,7 +173,9 @@ MEZZO_INLINE void MasterWeights::apply(StepPlan plan, const GradStats& stats,
     step_inner(plan, *multipliers);
     if (!plan.is_partial) applied_steps_.step_count().set_on_host(applied_steps() + 1);
   }
-  for (auto& [parameter, entry] : masters_) entry.state.end_step();
+  if (!plan.is_partial) {  // else a step of all follows
+    for (auto& [parameter, entry] : masters_) entry.state.end_step();
+  }
   if (options.zero_grad) detail::zero_gradients(*inner_);
 }
 
