@@ -129,7 +129,8 @@ inline GradStats ModelParallelOptimizer::grad_stats(const StepPlan& plan,
   stats.norm_sq = all.select(1, 2).sum();
   stats.max_abs = all.select(1, 3).amax();
   scales_differ_ = futures_.make_result(stats.inv_scale, {stats.inv_scale, differs}, false);
-  check_scales();
+  // A device's result may be ready on one rank only, and the others would wait for it.
+  if (device.is_cpu()) check_scales();
   return stats;
 }
 

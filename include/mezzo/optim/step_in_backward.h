@@ -51,8 +51,8 @@ class StepInBackward {
   StepInBackward(const StepInBackward&) = delete;
   StepInBackward& operator=(const StepInBackward&) = delete;
 
-  /// Ends an iteration: steps parameters whose gradients no backward pass made, and counts the
-  /// step. Returns an applied step, with `found_inf()` if a parameter was skipped; a device's
+  /// Ends an iteration: steps parameters whose gradients no hook has seen (set by hand, or of a
+  /// group that was added later) in the same way, and counts the step. Returns an applied step, with `found_inf()` if a parameter was skipped; a device's
   /// values synchronize when they are read.
   inline StepResult step();
 
@@ -96,9 +96,8 @@ struct StepInBackward::State {
 
   /// Steps a parameter, with the gradients of all others hidden, and frees its gradient.
   void step_param(const at::Tensor& parameter) {
-    const std::lock_guard lock(mutex);
     const c10::NoGradGuard no_grad;
-    if (!parameter.grad().defined()) return;
+    if (!parameter.mutable_grad().defined()) return;  // faster than grad(), here and below
     const detail::OptimizerDescription description{"", optimizer.optimizer().param_groups()};
     TORCH_CHECK(!stepped.contains(parameter.unsafeGetTensorImpl()),
                 "StepInBackward: a second backward pass reached ",
@@ -110,7 +109,7 @@ struct StepInBackward::State {
       for (auto& [other, gradient] : hidden) other.mutable_grad() = gradient;
     });
     detail::for_each_parameter(optimizer.optimizer(), [&](const at::Tensor& other) {
-      if (other.is_same(parameter) || !other.grad().defined()) return;
+      if (other.is_same(parameter) || !other.mutable_grad().defined()) return;
       hidden.emplace_back(other, std::exchange(other.mutable_grad(), at::Tensor()));
     });
     StepPlan plan = detail::make_plan(optimizer);
@@ -147,7 +146,10 @@ struct StepInBackward::Hook final : detail::ChainedGradHook {
     if (detail::find_grad_hook(parameter, completes_later) == nullptr) on_complete(parameter);
   }
   void on_complete(const at::Tensor& parameter) override {
-    if (const auto alive = state.lock()) alive->step_param(parameter);
+    const auto alive = state.lock();
+    if (alive == nullptr) return;
+    const std::lock_guard lock(alive->mutex);
+    alive->step_param(parameter);
   }
 
   std::weak_ptr<State> state;
@@ -184,6 +186,9 @@ inline StepInBackward::~StepInBackward() {
 
 inline StepResult StepInBackward::step() {
   const std::lock_guard lock(state_->mutex);
+  state_->stepped.clear();
+  detail::for_each_parameter(state_->optimizer.optimizer(),
+                             [this](const at::Tensor& other) { state_->step_param(other); });
   state_->optimizer.step();
   state_->stepped.clear();
   return StepResult(std::make_shared<Result>(std::exchange(state_->stats, {})));

@@ -206,9 +206,10 @@ MEZZO_INLINE StepPlan FusedOptimizerBase::plan() {
     plan.groups.push_back(read_group_hyperparams(group));
     plan.params.reserve(plan.params.size() + param_groups_[group].params().size());
     const std::vector<at::Tensor>& parameters = param_groups_[group].params();
-    for (std::size_t i = 0; i < parameters.size(); ++i) {
+    for (std::size_t i = 0; i < parameters.size(); ++i, ++param_index) {
+      if (!parameters[i].mutable_grad().defined()) continue;
       prefetch(parameters, i, plan.groups[group].num_moments);
-      add_param(plan, parameters[i], group, param_index++);
+      add_param(plan, parameters[i], group, param_index);
     }
   }
   if (param_index != num_checked_params_ || state_.size() > param_index) check_parameters();
@@ -221,7 +222,6 @@ MEZZO_INLINE void FusedOptimizerBase::add_param(StepPlan& plan, const at::Tensor
                                                 std::size_t group, std::size_t param_index) {
   const GroupHyperParams& hyper_params = plan.groups[group];
   const at::Tensor& gradient = parameter.grad();
-  if (!gradient.defined()) return;
   const auto storage =
       select_weight_storage(parameter, storage_options_.weight_storage, description());
   const bool has_master = storage == optim::WeightStorage::fp32_master;

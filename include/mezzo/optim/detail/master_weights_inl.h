@@ -133,9 +133,10 @@ MEZZO_INLINE detail::MasterState& MasterWeights::get_master_state(const at::Tens
 /// Checks the parameters after their number has changed, and erases the masters and states of
 /// destroyed parameters. A parameter that was removed from its group keeps both.
 MEZZO_INLINE void MasterWeights::check_parameters() {
-  std::vector<at::Tensor> all = description().parameters();
-  const std::size_t num_params = all.size();
+  std::size_t num_params = 0;
+  for (const auto& group : inner_->param_groups()) num_params += group.params().size();
   if (num_params == num_checked_params_ && masters_.size() <= num_params) return;
+  std::vector<at::Tensor> all = description().parameters();
   std::erase_if(all,
                 [](const at::Tensor& parameter) { return !detail::is_low_precision(parameter); });
   detail::check_no_duplicates(all, description());
@@ -171,7 +172,9 @@ MEZZO_INLINE void MasterWeights::apply(StepPlan plan, const GradStats& stats,
     step_inner(plan, *multipliers);
     if (!plan.is_partial) applied_steps_.step_count().set_on_host(applied_steps() + 1);
   }
-  for (auto& [parameter, entry] : masters_) entry.state.end_step();
+  if (!plan.is_partial) {  // else a step of all follows
+    for (auto& [parameter, entry] : masters_) entry.state.end_step();
+  }
   if (options.zero_grad) detail::zero_gradients(*inner_);
 }
 
