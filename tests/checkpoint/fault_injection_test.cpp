@@ -679,7 +679,7 @@ TEST(CheckpointManagerSaveAsync, NextCallThrowsErrorOnce) {
   {
     CheckpointManager checkpoints(temp_dir.path(), record_warnings(warnings));
     for (const auto& call : std::vector<std::function<void()>>{
-             [&] { checkpoints.save(run.state, 4); }, [&] { checkpoints.save_async(run.state, 4); },
+             [&] { checkpoints.save_async(run.state, 4); },
              [&] { checkpoints.load_latest(run.state); }, [&] { checkpoints.load(run.state, 3); },
              [&] { checkpoints.wait(); }}) {
       faults.log.clear();
@@ -688,7 +688,15 @@ TEST(CheckpointManagerSaveAsync, NextCallThrowsErrorOnce) {
       EXPECT_EQ(message_of([&] { checkpoints.wait(); }), kNoError);
       EXPECT_THAT(checkpoints.checkpoints(), IsEmpty());
     }
+    faults.log.clear();
+    checkpoints.save_async(run.state, 3);
+    EXPECT_THAT(message_of([&] { checkpoints.save(run.state, 4); }), is_named);
+    EXPECT_EQ(checkpoints.load_latest(run.state)->step, 4) << "saved before it threw";
     EXPECT_THAT(warnings, IsEmpty());
+  }
+  const TempDir other_dir;
+  {
+    CheckpointManager checkpoints(other_dir.path(), record_warnings(warnings));
     faults.log.clear();
     checkpoints.save_async(run.state, 3);
   }

@@ -174,7 +174,8 @@ class CheckpointManager {
 
   /// Copies the state to host memory and returns; a thread saves the copy as `save` does while
   /// training continues. `save`, `save_async`, `load`, `load_latest`, `wait` and std::exit first
-  /// wait for it. If it failed, the next of these calls throws its error, and does nothing else.
+  /// wait for it. If it failed, the next of these calls throws its error: `save` after it has saved,
+  /// the others instead of what they do.
   /// \throws c10::Error as `save`, for what is known before the file is written
   void save_async(const TrainingState& state, std::int64_t step);
 

@@ -77,7 +77,11 @@ MEZZO_INLINE void CheckpointManager::warn(const std::string& text) const {
 
 MEZZO_INLINE SavedCheckpoint CheckpointManager::save(const TrainingState& state,
                                                      std::int64_t step) {
-  return write(collect("CheckpointManager::save", state, step), step);
+  const std::string earlier_error = detail::get_error_message([this] { wait(); });
+  SavedCheckpoint saved = write(collect("CheckpointManager::save", state, step), step);
+  TORCH_CHECK(earlier_error.empty(), saved.path.string(),
+              " is saved, but the save_async before it failed: ", earlier_error);
+  return saved;
 }
 
 MEZZO_INLINE void CheckpointManager::save_async(const TrainingState& state, std::int64_t step) {
