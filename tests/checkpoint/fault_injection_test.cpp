@@ -655,9 +655,10 @@ class SlowSave {
  private:
   Syscalls calls() {
     Syscalls calls = libc_syscalls();
-    calls.write = [this, real = calls.write](int file, const void* from, size_t count) {
+    calls.write = [this, real = calls.write, pid = ::getpid()](int file, const void* from,
+                                                               size_t count) {
       is_writing_ = true;
-      while (!is_released_) std::this_thread::yield();
+      while (!is_released_ && ::getpid() == pid) std::this_thread::yield();  // libuv writes in fork
       return real(file, from, count);
     };
     return calls;
