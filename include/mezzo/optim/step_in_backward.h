@@ -52,8 +52,9 @@ class StepInBackward {
   StepInBackward& operator=(const StepInBackward&) = delete;
 
   /// Ends an iteration: steps parameters whose gradients no hook has seen (set by hand, or of a
-  /// group that was added later) in the same way, and counts the step. Returns an applied step, with `found_inf()` if a parameter was skipped; a device's
-  /// values synchronize when they are read.
+  /// group that was added later) in the same way, and counts the step. Returns an applied step,
+  /// with `found_inf()` if a parameter was skipped; a device's values synchronize when they are
+  /// read.
   inline StepResult step();
 
  private:
