@@ -18,6 +18,7 @@
 #include <ATen/ops/_foreach_lerp.h>
 #include <ATen/ops/_fused_sgd.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
@@ -289,7 +290,8 @@ inline void Ema::update_on_device(const at::Tensor& found_inf) {
   const detail::NoGradInferenceGuard no_grad;
   if (!has_constant_decay() && num_updates_.device() != found_inf.device()) {
     detail::check_not_capturing(found_inf.device(), "the count of updates");
-    num_updates_ = num_updates_.to(found_inf.device());
+    num_updates_ =
+        at::full({}, num_updates(), at::device(found_inf.device()).dtype(at::kLong));  // no sync
   }
   lerp_all_averages(compute_lerp_weight(at::kFloat), found_inf);
   if (!has_constant_decay()) num_updates_.add_(found_inf.reshape({}).eq(0));
