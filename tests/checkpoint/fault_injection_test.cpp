@@ -704,37 +704,49 @@ TEST(CheckpointManagerSaveAsync, NextCallThrowsErrorOnce) {
   EXPECT_THAT(warnings, ElementsAre(is_named)) << "of the destructor";
 }
 
-TEST(CheckpointManagerSaveAsync, ForkedChildDoesNotWait) {
+int save_in_parent_of_fork() {
   const TempDir temp_dir;
   Training run;
   CheckpointManager checkpoints(temp_dir.path());
   SlowSave save(checkpoints);
-  EXPECT_EQ(exit_code_of_child([&] {
-              checkpoints.wait();
-              const bool throws = message_of([&] { checkpoints.save(run.state, 2); }) != kNoError;
-              { const CheckpointManager inherited(std::move(checkpoints)); }
-              std::exit(throws ? 3 : 4);
-            }),
-            3);
+  const int code = exit_code_of_child([&] {
+    checkpoints.wait();
+    const bool throws = message_of([&] { checkpoints.save(run.state, 2); }) != kNoError;
+    { const CheckpointManager inherited(std::move(checkpoints)); }
+    std::exit(throws ? 3 : 4);
+  });
   save.release();
   checkpoints.wait();
-  EXPECT_EQ(checkpoints.load_latest(run.state)->step, 1);
+  return checkpoints.load_latest(run.state)->step == 1 ? code : 5;
+}
+
+// In a new process: std::exit in a forked child fails if other tests have started threads.
+TEST(CheckpointManagerSaveAsync, ForkedChildDoesNotWait) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  EXPECT_EXIT(std::exit(save_in_parent_of_fork()), testing::ExitedWithCode(3), "");
+}
+
+[[noreturn]] void exit_while_saving(const std::filesystem::path& directory) {
+  auto& checkpoints = *new CheckpointManager(directory);
+  auto& save = *new SlowSave(checkpoints);
+  std::thread([&save] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    save.release();
+  }).detach();
+  std::exit(3);
 }
 
 TEST(CheckpointManagerSaveAsync, ExitWaits) {
-  const TempDir temp_dir;
-  EXPECT_EQ(exit_code_of_child([&] {
-              auto& checkpoints = *new CheckpointManager(temp_dir.path());
-              auto& save = *new SlowSave(checkpoints);
-              std::thread([&save] {
-                std::this_thread::sleep_for(std::chrono::milliseconds(100));
-                save.release();
-              }).detach();
-              std::exit(3);
-            }),
-            3);
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  constexpr const char* kDirectory = "MEZZO_EXIT_WAITS_DIRECTORY";  // the new process inherits it
+  std::optional<TempDir> temp_dir;
+  if (std::getenv(kDirectory) == nullptr) {
+    ::setenv(kDirectory, temp_dir.emplace().path().c_str(), 1);
+  }
+  EXPECT_EXIT(exit_while_saving(std::getenv(kDirectory)), testing::ExitedWithCode(3), "");
+  ::unsetenv(kDirectory);
   Training run;
-  EXPECT_TRUE(CheckpointManager(temp_dir.path()).load_latest(run.state));
+  EXPECT_TRUE(CheckpointManager(temp_dir->path()).load_latest(run.state));
 }
 
 /// Expects an intact latest checkpoint of at least `at_least`, without warnings. Returns its value.
