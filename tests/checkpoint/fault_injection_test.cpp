@@ -738,15 +738,10 @@ TEST(CheckpointManagerSaveAsync, ForkedChildDoesNotWait) {
 
 TEST(CheckpointManagerSaveAsync, ExitWaits) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");
-  constexpr const char* kDirectory = "MEZZO_EXIT_WAITS_DIRECTORY";  // the new process inherits it
-  std::optional<TempDir> temp_dir;
-  if (std::getenv(kDirectory) == nullptr) {
-    ::setenv(kDirectory, temp_dir.emplace().path().c_str(), 1);
-  }
-  EXPECT_EXIT(exit_while_saving(std::getenv(kDirectory)), testing::ExitedWithCode(3), "");
-  ::unsetenv(kDirectory);
+  const test_support::SharedTempDir temp_dir;
+  EXPECT_EXIT(exit_while_saving(temp_dir.path()), testing::ExitedWithCode(3), "");
   Training run;
-  EXPECT_TRUE(CheckpointManager(temp_dir->path()).load_latest(run.state));
+  EXPECT_TRUE(CheckpointManager(temp_dir.path()).load_latest(run.state));
 }
 
 /// Expects an intact latest checkpoint of at least `at_least`, without warnings. Returns its value.

@@ -6,6 +6,7 @@
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -42,6 +43,27 @@ class TempDir {
 
  private:
   std::filesystem::path path_;
+};
+
+/// A temporary directory that the new processes of "threadsafe" death tests share, which repeat the
+/// test up to their statement.
+class SharedTempDir {
+ public:
+  SharedTempDir() {
+    if (std::getenv(kPath) == nullptr) ::setenv(kPath, owned_.emplace().path().c_str(), 1);
+  }
+  ~SharedTempDir() {
+    if (owned_) ::unsetenv(kPath);
+  }
+  SharedTempDir(const SharedTempDir&) = delete;
+  SharedTempDir& operator=(const SharedTempDir&) = delete;
+
+  std::filesystem::path path() const { return std::getenv(kPath); }
+
+ private:
+  static constexpr const char* kPath = "MEZZO_SHARED_TEMP_DIR";
+
+  std::optional<TempDir> owned_;
 };
 
 inline std::string read_file(const std::filesystem::path& file) {
